@@ -12,7 +12,7 @@ from tests.c_library import compiled
 
 
 class FakeCublasLt(ctypes.Structure):
-    """What the library counts and can be told; the fields are those of `fake_state`."""
+    """Counters and settings of the library; the fields are those of `fake_state`."""
 
     _fields_ = [
         *((name, ctypes.c_int) for name in ("heuristics", "products", "refused", "refused_algorithm")),

@@ -33,7 +33,7 @@ CXX = shutil.which("g++") or shutil.which("clang++")
 
 
 class FakeDriver(ctypes.Structure):
-    """What the driver counts and can be told; the fields are those of `fake_state`."""
+    """Counters and settings of the driver; the fields are those of `fake_state`."""
 
     _fields_ = [
         *((name, ctypes.c_int) for name in ("devices", "multiprocessors", "capability", "capturing", "failing")),

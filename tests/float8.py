@@ -1,4 +1,4 @@
-"""What a number is in 8 bits, from the definition of the formats, and an op that reads them: for tests."""
+"""Numbers of 8 bits, from the definition of the formats, and an op that reads them: for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of looking at a model share: its state before and after, its plans as text, and those that ran."""
+"""Helpers for tests of looking at a model: its state before and after, its plans as text, and those that ran."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def plans_that_run(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """What a look must leave as it is."""
+    """State that a look must leave as it is."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {
         "tensors": {name: (id(t), t._version, t.detach().clone()) for name, t in tensors.items()},

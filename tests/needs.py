@@ -10,7 +10,7 @@ from tests.fake_cuda import CXX
 
 
 def has_nvrtc() -> bool:
-    """Whether CUDA text can be compiled here."""
+    """True if CUDA text can be compiled here."""
     try:
         nvrtc.compiler_version()
     except nvrtc.CompilerMissing:

@@ -1,4 +1,4 @@
-"""Where tests want small segments to run as they do for everybody: as PyTorch's functions."""
+"""Small segments run as PyTorch's functions, as they do outside of tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests set of the process that they run in, so that they depend neither on the machine nor on its user."""
+"""Settings of the process that tests run in, so that they depend neither on the machine nor on its user."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _own_nodes(patch: pytest.MonkeyPatch) -> None:
 
 
 def _nothing_tuned(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """What `tune` found on this machine does not change the plans that tests expect; a test's own folder counts."""
+    """Hide the choices that `tune` found on this machine from the plans of tests; a test's own folder counts."""
     empty = tuned.TunedChoices(folder / "none.json")
 
     def store_for(device_name: str) -> tuned.TunedChoices:

@@ -21,7 +21,7 @@ Way = tuple[Any, torch.Tensor]
 
 
 def gather(call: OpCall, x: torch.Tensor) -> Way:
-    """What is under way: the transfer, and where the rows of all processes will be."""
+    """Transfer under way, and the tensor for the rows of all processes."""
     whole = torch.empty_like(x)
     return dist.all_gather_into_tensor(whole, x.contiguous(), async_op=True), whole
 

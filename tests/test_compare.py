@@ -1,4 +1,4 @@
-"""What an error is measured against."""
+"""Sizes that an error is measured against."""
 
 from __future__ import annotations
 

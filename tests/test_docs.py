@@ -58,7 +58,7 @@ def test_blocks_run(path: Path, tmp_path: Path) -> None:
 
 
 def _run(script: Path) -> None:
-    """What such a process does: run the program in its folder, on one thread; what it says goes to a log."""
+    """Run a program in its folder, on one thread; its output goes to a log."""
     with open(script.with_suffix(".log"), "w") as said:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(said.fileno(), stream.fileno())

@@ -1,4 +1,4 @@
-"""What nested lists come to: who takes whose ops, by which options they are planned, and what crosses in between."""
+"""Flattening nested lists: who takes whose ops, by which options they are planned, and what crosses in between."""
 
 from __future__ import annotations
 

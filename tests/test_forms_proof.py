@@ -32,7 +32,7 @@ def model(kernels: str) -> Sequential:
 
 
 def results(run: Any, leaves: list[torch.Tensor], x: torch.Tensor, *outputs: str) -> list[torch.Tensor]:
-    """What a call gives, and the gradients of everything for normally distributed ones of its own."""
+    """Outputs of a call, and the gradients of everything for normally distributed ones of its own."""
     made = run(x, outputs=outputs) if outputs else (run(x),)
     torch.manual_seed(1)
     dys = [torch.randn(y.shape, dtype=torch.float64).to(y.dtype) for y in made]

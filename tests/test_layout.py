@@ -1,4 +1,4 @@
-"""How the parts know each other: imports point one way, the fuser names no op, one file for each op and fusion."""
+"""Dependencies of the parts: imports point one way, the fuser names no op, one file for each op and fusion."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def _module_or(package: str, name: str) -> str:
-    """What `from package import name` imports: a module, or something of the package's own."""
+    """Module that `from package import name` imports: that of the name, or the package for a name of its own."""
     whole = f"{package}.{name}"
     path = PACKAGE.parent / whole.replace(".", "/")
     return whole if package == "te_fuser" or path.is_dir() or path.with_suffix(".py").exists() else package
@@ -220,7 +220,7 @@ def test_a_call_goes_through_the_rooms_of_the_fuser_once():
 
 
 def test_loading_a_module_of_the_fuser_goes_eight_deep_at_most():
-    """What stands under TYPE_CHECKING is not loaded."""
+    """Imports under TYPE_CHECKING do not count."""
     loads = {module_of(path): {n for n, at_head in imports(path) if at_head} for path in FUSER_FILES}
     depths: dict[str, int] = {}
     for module in TopologicalSorter(loads).static_order():
@@ -230,7 +230,7 @@ def test_loading_a_module_of_the_fuser_goes_eight_deep_at_most():
 
 @pytest.mark.parametrize("stem", CPP)
 def test_the_cpp_target_is_made_in_one_order(stem):
-    """What both targets share, loops, text, statements, functions, the result; none knows how CUDA is written."""
+    """Modules that both targets share import in one order: loops, text, statements, functions, result; none CUDA's."""
     found = {name.rpartition(".")[2] for name, _ in imports(PACKAGE / "codegen" / f"{stem}.py")}
     assert sorted(found & set(CPP[CPP.index(stem) :])) == []
     assert not [name for name in found if name.startswith("cuda")]

@@ -72,7 +72,7 @@ def bare() -> te_fuser.Sequential:
 
 
 def meaning(model: te_fuser.Sequential, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `around(LayerNormMLP(...))` computes, in torch.nn's functions."""
+    """Output of `around(LayerNormMLP(...))`, in torch.nn's functions."""
     mlp = model[2]
     norm = F.layer_norm(
         F.gelu(F.linear(x, model[0].weight, model[0].bias), approximate="tanh"),

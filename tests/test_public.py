@@ -12,7 +12,7 @@ from tests.public import WRITTEN, text
 
 
 def test_public_names_and_signatures() -> None:
-    """They change on purpose alone: tests/public.txt is written anew in the commit that changes them."""
+    """Names change on purpose alone: tests/public.txt is written anew in the commit that changes them."""
     assert text().splitlines() == WRITTEN.read_text().splitlines(), "see tests/public.py"
 
 

@@ -25,7 +25,7 @@ def scales(*values, **options):
 
 
 def factor(model):
-    """What a list of scales multiplies with, run in full."""
+    """Product of a list's scales, run in full."""
     return model(torch.ones(2, 3)).unique().item()
 
 

@@ -41,7 +41,7 @@ class Counted(nn.Module):
 
 
 class Looks(nn.Module):
-    """What it gives depends on values."""
+    """Module whose result's shape depends on values."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x[x.abs().sum(-1) > 0] if x.abs().max().item() > 1e-6 else x
@@ -170,7 +170,7 @@ def measured(model: te_fuser.Sequential, x: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("look", [measured, tuned])
 def test_no_hook_of_users_fires_where_real_data_run(look: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of PyTorch do, as a pruned weight is computed by one; in other threads all do, and afterwards."""
+    """Hooks of PyTorch fire, as a pruned weight is computed by one; in other threads all do, and afterwards."""
     monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
     fired: list[str] = []
 
@@ -211,7 +211,7 @@ def test_what_a_hook_makes_of_a_result_is_known_from_the_last_call(
 
 
 def test_looking_within_a_checkpoint() -> None:
-    """What stands in for tensors is not among those that are saved and computed again."""
+    """Stand-ins for tensors are not among those that are saved and computed again."""
     model = split().eval()
     twin = copy.deepcopy(model)
 

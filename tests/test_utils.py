@@ -16,7 +16,7 @@ HIDDEN, FFN, HEADS = 12, 20, 3
 
 
 class Attending(torch.nn.Module):
-    """What the quickstart's layers share: attention between a projection of x and its sum with x."""
+    """Base of the quickstart's layers: attention between a projection of x and its sum with x."""
 
     def __init__(self) -> None:
         super().__init__()

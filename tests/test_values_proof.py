@@ -158,7 +158,7 @@ def exact(ours: Sequential, x: torch.Tensor) -> tuple[list[torch.Tensor], list[t
 
 
 def gradients(ours: Sequential, x: torch.Tensor) -> list[torch.Tensor]:
-    """Those of x and of all parameters, for the sum of the squares of what a call gives."""
+    """Gradients of x and of all parameters, for the sum of the squares of the output."""
     return list(torch.autograd.grad(ours(x).square().sum(), [x, *ours.parameters()]))
 
 

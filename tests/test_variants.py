@@ -128,7 +128,7 @@ class Outer(te_fuser.Variants):
         return [self[0], self[1].within(activation=activation), self[2]]
 
     def forward(self, x: torch.Tensor, activation: str = "gelu", **call: Any) -> Any:  # type: ignore[override]
-        """Those with that activation."""
+        """Run the ops with that activation."""
         return (super().forward if activation == "gelu" else self.variant(activation=activation))(x, **call)
 
 

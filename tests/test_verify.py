@@ -54,7 +54,7 @@ def bias_relu_backward(m: Any, dy: torch.Tensor) -> Any:
 
 
 def drawn(m: Any, like: torch.Tensor) -> torch.Tensor:
-    """What dropout multiplies by."""
+    """Factors of dropout."""
     rows = like.reshape(-1, like.shape[-1])
     return m.random(0).mask(rows, threshold(m[0].op.p), False).reshape(like.shape) / (1 - m[0].op.p)
 
@@ -309,7 +309,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 def test_another_default_device() -> None:
-    """What is drawn and made on the way lies where the model does."""
+    """Draws and results on the way lie where the model does."""
     listed = ops.AdaptiveLayerNorm(8, batch_dim=0), ops.Linear(8, 8), ops.Dropout(0.25)
     model = randomize(te_fuser.Sequential(*listed, kernels="reference")).float()
     x, scale, shift = (torch.randn(5, 8, requires_grad=True) for _ in range(3))

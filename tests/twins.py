@@ -39,7 +39,7 @@ def results_and_gradients(
     inputs: Mapping[str, torch.Tensor] | None = None,
     seed: int = 0,
 ) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor | None]]:
-    """What a call gives, and the gradient of everything in `leaves` that takes one, for random output gradients."""
+    """Outputs of a call, and the gradient of everything in `leaves` that takes one, for random output gradients."""
     torch.manual_seed(seed)
     made = run(x, outputs=outputs, **(inputs or {})) if outputs or inputs else run(x)
     made = made if isinstance(made, tuple) else (made,)
@@ -71,7 +71,7 @@ def assert_as_meant(
 def assert_same_gradients(
     got: Mapping[str, torch.Tensor | None], want: Mapping[str, torch.Tensor | None], tolerance: float = 1e-11
 ) -> None:
-    """The same names with the same gradients, none missing."""
+    """Equal names with equal gradients, none missing."""
     assert got.keys() == want.keys()
     for name, gradient in want.items():
         assert (got[name] is None) == (gradient is None), f"{name}: got {got[name]}, want {gradient}"

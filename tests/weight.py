@@ -1,4 +1,4 @@
-"""How much of the code has to be read and known: figures whose ceilings tests/test_weight.py holds.
+"""Figures of how much code has to be read and known, whose ceilings tests/test_weight.py holds.
 
 `python -m tests.weight` prints them, `--names` also what is behind each.
 """

@@ -1,4 +1,4 @@
-"""What stands for a GPU and its profiler, and for what was measured on one."""
+"""Stand-ins for a GPU, its profiler and measurements on one."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def event(name: str, ts: float, dur: float, cat: str = "kernel") -> Mapping[str,
 
 
 class PretendedProfile:
-    """What the profiler writes: two kernels for each call."""
+    """Profiler whose trace has two kernels for each call."""
 
     def __init__(self, activities: object, acc_events: bool) -> None:
         pass

@@ -1,4 +1,4 @@
-"""How contenders are measured and judged: turns, ratios, traces, memory, goals, and the floor."""
+"""Measuring and judging contenders: turns, ratios, traces, memory, goals, and the floor."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_a_record_says_on_what_and_how(written: Path) -> None:
 
 
 class PretendedMLP(torch.nn.Sequential):
-    """It runs in a region alone."""
+    """MLP that runs only in the region `within`."""
 
     within: Any = None
 

@@ -1,4 +1,4 @@
-"""What the parts measure, in toy sizes and on a pretended GPU; nothing here looks at a time."""
+"""Measurements of the parts, in toy sizes and on a pretended GPU; nothing here looks at a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SLOW = ("first-call", "train", "train-exact", "train-fp8")  # they start process
 
 
 def assert_tabled(entries: list[dict[str, Any]]) -> None:
-    """What entries say goes into one table."""
+    """Check that entries fit one table."""
     assert entries
     for entry in entries:
         assert len(entry["contenders"]) >= 2 and any(n.startswith("te_fuser") for n in entry["contenders"])

@@ -1,4 +1,4 @@
-"""What several GPUs measure together, in toy sizes on CPUs; nothing here looks at a time."""
+"""Measurements of several GPUs together, in toy sizes on CPUs; nothing here looks at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the benchmarks' rooms know each other: parts and records know contests, and not each other."""
+"""Imports among the benchmarks' folders: parts and records import contests, and not each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far two training runs lie apart, and what the document says of it."""
+"""Distance between two training runs, and the sentence about it in the document."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.benchmarks.pretended import TOY
 
 
 def pretended_training(offsets: Mapping[str, float], steps: int, *, validated: int) -> Callable[[list[str]], str]:
-    """What stands for the example: losses that lie so far from 2, and validation losses every so many steps."""
+    """Stand-in for the example: losses that lie `offsets` from 2, and validation losses every `validated` steps."""
 
     def train(arguments: list[str]) -> str:
         folder = Path(arguments[arguments.index("--out") + 1])

@@ -156,7 +156,7 @@ def test_there_is_a_dark_scheme(looked: dict[str, Any]) -> None:
 @pytest.mark.parametrize("width", [WIDE, NARROW])
 @pytest.mark.parametrize("name", SHOWN)
 def test_a_screenshot_is_no_blank_page(name: str, width: int, server: Server, tmp_path: Path) -> None:
-    """They stay in build/screenshots, for people to look at."""
+    """Screenshots stay in build/screenshots, for people to look at."""
     SCREENSHOTS.mkdir(exist_ok=True)
     path = SCREENSHOTS / f"{name}-{width}.png"
     path.unlink(missing_ok=True)

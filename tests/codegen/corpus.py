@@ -426,7 +426,7 @@ def reference(
     streams: Mapping[str, RandomStream] | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> list[torch.Tensor]:
-    """What the kernel shall store, computed by the interpreter in `dtype` and not rounded to the stores' dtypes.
+    """Stores and sums of the kernel, by the interpreter in `dtype`, not rounded to the stores' dtypes.
 
     Args:
         batch: (batch_inner, batch_size); the sample of row r is (r // batch_inner) % batch_size.

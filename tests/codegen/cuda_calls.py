@@ -1,4 +1,4 @@
-"""What a call of a generated CUDA kernel passes, and how its results are judged: for the CPU and for GPUs."""
+"""Arguments of a call of a generated CUDA kernel, and the judgement of its results: for the CPU and for GPUs."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def complaints(
     rows: int,
     batch: tuple[int, int] = (1, 1),
 ) -> list[str]:
-    """What is wrong with the outputs: each may err twice what PyTorch errs in float32, plus one unit in the last place.
+    """Wrong outputs, in words: each may err twice what PyTorch errs in float32, plus one unit in the last place.
 
     Errors are over the output's scale, the largest and the root of the mean square; where the reference is infinite or
     not a number, the output must be the same. A sum may err as the order of its terms makes it: one over rows by the
@@ -126,7 +126,7 @@ def complaints(
 
 
 def _of_sizes(description: KernelDescription) -> KernelDescription:
-    """The same kernel, but every sum adds up the sizes of its terms."""
+    """Copy of the kernel in which every sum adds up the absolute values of its terms."""
 
     def sizes(e: Expr) -> Expr:
         if e.op == "row_sum":

@@ -1,4 +1,4 @@
-"""What a kernel does before it waits for earlier kernels, as its PTX says."""
+"""Instructions of a kernel's PTX that come before it waits for earlier kernels."""
 
 from __future__ import annotations
 

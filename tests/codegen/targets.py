@@ -74,7 +74,7 @@ def call(
     batch: tuple[int, int] = (1, 1),
     raised: Mapping[str, torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """What a kernel of any target stores; what it raises is in `raised`, where that is given."""
+    """Outputs of a kernel of any target; the numbers that it raises are in `raised`, where that is given."""
     made, raised = outputs(d, rows, batch[1]), slots(d) if raised is None else raised
     if isinstance(kernel, Emulated):
         kernel(d, {**tensors, **raised}, made, rows, batch)

@@ -53,7 +53,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 @pytest.fixture(autouse=True)
 def fresh_process() -> Iterator[None]:
-    """What other tests have loaded is forgotten, and comes back afterwards."""
+    """Empty the table of loaded libraries for a test, and restore it afterwards."""
     before = dict(compiler._loaded)
     compiler._loaded.clear()
     yield

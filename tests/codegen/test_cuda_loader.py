@@ -1,4 +1,4 @@
-"""How kernels are made for a GPU: in parallel, once, with a word when it takes long. NVRTC and the GPU are imitated."""
+"""Making kernels for a GPU: in parallel, once, with a message when it takes long. NVRTC and the GPU are imitated."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def test_every_width_has_a_schedule_within_the_limits(family: tile_cases.Family,
 
 
 def test_blocks_with_column_sums_do_not_walk() -> None:
-    """They end after a few tiles; what takes many registers has smaller blocks, and some load while others compute."""
+    """Blocks end after a few tiles; those that take many registers are smaller, and some load while others compute."""
     for family, threads in ((tile_cases.dropout, 256), (tile_cases.gelu_slope, 128)):
         for width in (4096, 16384):
             kernel = cuda.generate(family(Kit("bfloat16", "bfloat16"), width, "float8_e5m2"))

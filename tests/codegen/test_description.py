@@ -27,7 +27,7 @@ def deep(steps: int) -> KernelDescription:
 
 
 def meaning(text: str, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What the lines of a description compute, read as Python."""
+    """Values of a description's lines, read as Python."""
     env: dict[str, Any] = {**vars(formula), "x": x}
     found = {}
     for line in text.splitlines():

@@ -27,7 +27,7 @@ def to_float8(dtype: str, read: str, width: int) -> KernelDescription:
 
 
 def from_float8(dtype: str, width: int) -> KernelDescription:
-    """What 8 bits stand for, in float32."""
+    """Kernel that widens 8 bits to float32."""
     x = expr.leaf("x", Axes.FULL, width)
     return describe(
         f"from_{dtype}", [Target("y", x * 2, Axes.FULL, width, "float32")], (), {"x": (Axes.FULL, width, dtype)}
@@ -35,7 +35,7 @@ def from_float8(dtype: str, width: int) -> KernelDescription:
 
 
 def rounded_twice(dtype: str) -> KernelDescription:
-    """What 8 bits would stand for, used further in the same kernel: stored twice, and in float32."""
+    """Kernel that uses a quantized value further: stored in 8 bits, and its double in float32."""
     x, scale = expr.leaf("x", Axes.FULL, 16), expr.leaf("scale", Axes.NONE)
     y = quantize(x, scale, FLOAT8[dtype])
     stores = [Target("y", y, Axes.FULL, 16, dtype), Target("twice", 2 * y, Axes.FULL, 16, "float32")]
@@ -50,7 +50,7 @@ kernels = compiled({d.key: d for d in (*TO.values(), *FROM.values(), *TWICE.valu
 
 
 def stored(kernels: Kernels, target: str, d: KernelDescription, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """What a kernel of a target stores of tensors of one row after another."""
+    """Outputs of a target's kernel for tensors that have one row after another."""
     named = {load.name: t for load, t in zip(d.loads, tensors, strict=True)}
     return call(kernels(target, d), d, named, tensors[0].shape[0])
 

@@ -76,7 +76,7 @@ def test_what_is_stored_for_each_row_takes_no_tensors_memory() -> None:
 
 
 def test_a_tensor_read_at_shifted_features_is_not_overwritten() -> None:
-    """Where a part begins between two of the kernel's vectors' columns, another thread reads what this one stores."""
+    """A part that begins inside a vector of columns is read by other threads than those that store over it."""
     x = expr.make("input", (), ("x", 3, 16), Axes.FULL, 8)
     e = expr.concat([x + x, x])
     d = describe("shifted", [Target("y", e, Axes.FULL, 16, "float32")], (), {"x": (Axes.FULL, 16, "float32")})

@@ -165,7 +165,7 @@ AMAXES = [0.0, 1e-40, 1e-30, 0.3, 1.0, 7.0, 448.0, 3e38, math.inf, math.nan]
 
 @needs_compiler
 def test_scales_by_the_last_block(tmp_path: Path) -> None:
-    """Those of the definition, their reciprocals, and zeros for who raises them again: by many blocks or one."""
+    """Scales by the definition, their reciprocals, and zeros to be raised again: by many blocks or one."""
     plain = LOOK[33]
     every = [
         dataclasses.replace(plain, maxima=(dataclasses.replace(plain.maxima[0], scale=in_kernels(*way)),))

@@ -79,7 +79,7 @@ def dropout(kit: Kit, width: int, dtype: str) -> KernelDescription:
 
 
 def normed(kit: Kit, width: int, dtype: str) -> KernelDescription:
-    """What a norm stores once its row numbers are there; one number a row is stored, and one of all is summed."""
+    """Normed rows from given row numbers; one number a row is stored, and one of all is summed."""
     rstd, shift = kit.leaf("rstd", Axes.ROWS), kit.leaf("shift", Axes.SAMPLE_FEATURES, width)
     y = kit.full("x", width) * rstd * kit.feature("weight", width) + shift
     stores = [*_both(kit, "y", y, width, dtype), Target("square", rstd * rstd, Axes.ROWS, 1, "float32")]

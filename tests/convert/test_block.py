@@ -101,7 +101,7 @@ def test_several_positions_behind_a_cache(family: str) -> None:
 
 
 def ways_of(model: Any) -> list[str]:
-    """How attention of two positions behind others is run."""
+    """Ways in which attention of two positions behind a cache is run."""
     cache = transformers.DynamicCache(config=model.config)
     model(IDS, **{CACHE: cache})
     with ways(model) as how:

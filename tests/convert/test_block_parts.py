@@ -171,7 +171,7 @@ def test_attention_and_mlp_of_other_classes(family: str) -> None:
 
 
 class Keeping:
-    """What runs in place of a module's forward, as accelerate's hooks do: it calls the one that it has kept."""
+    """Replacement of a module's forward, as accelerate's hooks make it: calls the forward that it has kept."""
 
     def __init__(self, module: Any, seen: list[Any]) -> None:
         self.seen = seen
@@ -279,7 +279,7 @@ def test_checkpointing(reentrant: bool) -> None:
     ("family", "by_config"), [*((family, False) for family in FAMILIES), ("llama", True), ("gpt2", True)]
 )
 def test_checkpointing_of_a_call_that_records_attention(family: str, by_config: bool) -> None:
-    """What runs again in backward is what ran, though nobody records then."""
+    """Checkpointed calls run the same way again in backward, though nobody records then."""
     model, original = both(family)
     found = []
     for each in (model, original):
@@ -430,7 +430,7 @@ def test_frozen_parameters_and_inference_mode() -> None:
 
 
 def test_rows_that_a_mask_in_half_precision_hides_wholly() -> None:
-    """What eager attention adds to hide is the lowest number of its dtype, which is not so low in float32."""
+    """Hidden scores get the lowest number of eager attention's dtype, which is not so low in float32."""
     exact = model_of("gemma2", torch.float32)
     original = copy.deepcopy(exact).to(torch.float16)
     model = copy.deepcopy(original)

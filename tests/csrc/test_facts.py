@@ -1,4 +1,4 @@
-"""Whether what was so is so still."""
+"""Conditions that held once and may hold no more."""
 
 from __future__ import annotations
 

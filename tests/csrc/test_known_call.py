@@ -1,4 +1,4 @@
-"""What tells whether a call is like an earlier one."""
+"""Keys that tell whether a call is like an earlier one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the native runtime stores over: memory that a slot alone holds, and that lies as the output does."""
+"""Memory that the native runtime stores over: held by a slot alone, and laid out as the output is."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def gelu_backward() -> Program:
 
 
 def overwritten(program: Program, tensors: list[torch.Tensor], *may_overwrite: bool) -> bool:
-    """Whether the output has the first input's memory."""
+    """True if the output has the first input's memory."""
     address = tensors[0].data_ptr()
     slots = program.slots(tensors)
     tensors.clear()

@@ -54,7 +54,7 @@ def drawing(width: int, pieces: int, shared: Shared, axes: Axes = Axes.FULL) -> 
 
 
 def whole_mask(width: int, shared: Shared, ranks: tuple[int, int]) -> torch.Tensor:
-    """What rank `ranks` (among those of rows, and of columns) has of the mask that one process draws."""
+    """Part of one process's mask that rank `ranks` (among those of rows, and of columns) has."""
     outer = OUTER if shared.apart else 1
     shape = outer, shared.rows, (OUTER // outer) * OWN * INNER, shared.parts, shared.columns, width // shared.parts
     rows, columns = outer * shared.rows * shape[2], width * shared.columns
@@ -71,7 +71,7 @@ def places(shared: Shared) -> Iterator[tuple[tuple[int, int], tuple[int, int, in
 
 
 def run(kernel: object, d: KernelDescription, place: Sequence[int], batch: tuple[int, int] = (1, 1)) -> torch.Tensor:
-    """What a kernel of the CPU, or the interpreter, stores."""
+    """Output of a kernel of the CPU, or of the interpreter."""
     rows, made = OUTER * OWN * INNER, outputs(d, OUTER * OWN * INNER)
     kernel((torch.tensor([SEED, OFFSET]), *made), rows, *batch, (FIRST_STREAM, *place))  # type: ignore[operator]
     return torch.cat(made, -1)

@@ -1,4 +1,4 @@
-"""What a derived backward moves: as much as one written by hand, no more."""
+"""Tensors that a derived backward reads and writes: as many as one written by hand, no more."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ N = 64
 
 
 def per_row_results(outputs: Iterable[Expr]) -> dict[int, Expr]:
-    """What forward computes once a row on its way, as leaves: it is kept, not computed again."""
+    """Values of forward that have one number a row, as leaves: they are kept, not computed again."""
     found = [e for e in topological(outputs) if e.depth and e.axes & Axes.OUTER and not e.axes & Axes.FEATURE]
     return {id(e): expr.leaf(f"statistic{k}", Axes.ROWS) for k, e in enumerate(found)}
 

@@ -81,7 +81,7 @@ def test_nodes_nobody_holds_are_dropped() -> None:
 
 
 def test_digest_is_of_the_meaning_alone() -> None:
-    """The same in every process: kernel caches on disk go by it."""
+    """Digests are equal in every process: kernel caches on disk go by them."""
     assert full("x", 8).digest == expr.leaf("x", Axes.FULL, 8).digest == "2d3a32e16b35c1664ef8"
 
 

@@ -84,7 +84,7 @@ def test_another_dtype_is_refused() -> None:
 @pytest.mark.parametrize("wide", [torch.float32, torch.float64])
 @formats
 def test_ties_turned(dtype: torch.dtype, wide: torch.dtype) -> None:
-    """What lies next to a tie goes to the other side, and nothing else does."""
+    """Numbers next to a tie are rounded to the other side, and no other numbers."""
     ties = torch.tensor([1.0 + torch.finfo(dtype).eps / 2]).to(wide)
     x = torch.cat([ties * (1 + by) for by in (-1e-6, 1e-6, -1e-4, 1e-4)]).outer(
         torch.tensor([1.0, -1.0, 0.25]).to(wide)

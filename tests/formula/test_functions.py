@@ -238,7 +238,7 @@ def test_models_hand_on_what_is_no_number(name: str, kernels: str) -> None:
 @pytest.mark.skipif(compiler.find_compiler() is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("large", [INF, -INF, 3e38])
 def test_sums_over_rows_are_infinite_where_their_terms_are(large: float) -> None:
-    """What compensated sums have lost is then no number, and must not come back."""
+    """The rounding error that compensated sums carry is NaN then, and must not be added."""
     model = Sequential(ops.Scale(()), ops.Bias(5))
     x = torch.ones(300, 5)
     x[[3, 7, 200], 1] = large

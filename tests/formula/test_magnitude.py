@@ -1,4 +1,4 @@
-"""How large an expression can be, in cheaper terms."""
+"""Bounds of an expression's size, in cheaper terms."""
 
 from __future__ import annotations
 

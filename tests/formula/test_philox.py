@@ -18,7 +18,7 @@ def words(counter: tuple[int, int, int, int], seed: int) -> list[int]:
 
 
 def philox_of_python(counter: tuple[int, int, int, int], seed: int) -> list[int]:
-    """The same in whole numbers without a size."""
+    """Philox in Python's integers."""
     c0, c1, c2, c3 = counter
     k0, k1 = seed & MASK, seed >> 32
     for _ in range(7):

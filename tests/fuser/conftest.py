@@ -1,4 +1,4 @@
-"""What tests of the Fuser share."""
+"""Fixtures of the Fuser's tests."""
 
 from __future__ import annotations
 

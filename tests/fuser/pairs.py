@@ -33,4 +33,4 @@ class Pair(UnfusedOperation):
 
 @op_table.exports.row(True)
 class Exported(Pair):
-    """The same for the caller."""
+    """Pair whose other value is the caller's."""

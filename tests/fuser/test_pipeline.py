@@ -39,7 +39,7 @@ def step(model, x=X):
 
 
 def test_modes_alternate_without_planning(planned):
-    """Where nothing takes a gradient, inference mode has the plan of no_grad."""
+    """Calls in inference mode take the plan of no_grad, where nothing takes a gradient."""
     model = mlp()
     for _ in range(4):
         for training in (True, False):

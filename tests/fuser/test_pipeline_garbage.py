@@ -112,7 +112,7 @@ def test_who_keeps_a_plan_that_is_shown_keeps_no_model(name: str, measure: bool,
 
 
 def test_an_op_alone_is_itself_to_the_end() -> None:
-    """What its plans hold is another object, which sees every change and shows what the op's forward leaves behind."""
+    """Plans hold another object, which sees every change and shows what the op's forward leaves behind."""
     op, x = ops.LayerNorm(8), torch.randn(3, 8)
     before = op(x)
     op.eps = 10.0

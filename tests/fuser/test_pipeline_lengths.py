@@ -43,7 +43,7 @@ LISTS = {
 
 @pytest.mark.parametrize(("name", "dtype"), zip(LISTS, itertools.cycle([torch.float32, torch.bfloat16])))
 def test_in_whatever_order_they_come(name, dtype):
-    """The same numbers for a shape, bit for bit, whatever a model has seen before."""
+    """Results for a shape are equal, bit for bit, whatever a model has seen before."""
     shapes = [(samples, length, 16) for samples in (1, 3) for length in (1, 2, 3, 8, 33)]
 
     def run(order):

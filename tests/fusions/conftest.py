@@ -1,4 +1,4 @@
-"""What tests of fusions share: kernels written by hand that a CPU runs in plans."""
+"""Fixture of the fusions' tests: kernels written by hand that a CPU runs in plans."""
 
 from __future__ import annotations
 

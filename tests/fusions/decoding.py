@@ -34,7 +34,7 @@ def attention(mask: ops.AttentionMask | None = None, **options: Any) -> ops.DotP
 
 
 def cache(**options: Any) -> ops.KeyValueCache:
-    """What writes them."""
+    """Op that writes the caches."""
     return ops.KeyValueCache(16, heads=8, kv_heads=2, **options)
 
 
@@ -47,5 +47,5 @@ def planned(x: torch.Tensor, given: Mapping[str, Any], *listed: ops.FusableOpera
 
 
 def reasons(p: Plan, name: str) -> set[str]:
-    """Why a fusion was not taken."""
+    """Reasons for which a fusion was not taken."""
     return {r.reason for r in p.refusals if r.name == name and "predicted" not in r.reason}

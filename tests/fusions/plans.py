@@ -53,7 +53,7 @@ MEMORY = ("fast", "balanced", "lean")
 
 
 def text_of(plan: Plan) -> str:
-    """What runs, on which tensors, what it costs, and what is kept."""
+    """Text of a plan: steps, their tensors and costs, and kept values."""
     return "\n".join(_lines(plan)) + "\n"
 
 
@@ -374,7 +374,7 @@ PLANS: Mapping[str, Plans] = dict(itertools.chain(_products(), _products_8_bits(
 
 
 def file_of(name: str) -> Path:
-    """Where a plan is written down."""
+    """Path of a plan's text."""
     return FOLDER / f"{''.join(c if c.isalnum() else '_' for c in name.replace(', ', ' '))}.txt"
 
 

@@ -1,4 +1,4 @@
-"""What the tests of the products' fusions share: plans for a GPU that is not at hand, and a library that computes."""
+"""Helpers for tests of the products' fusions: plans for a GPU that is not at hand, and a library that computes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def covered(steps: Sequence[object]) -> list[tuple[str, int, int]]:
 
 
 def reasons(p: Plan, name: str) -> set[str]:
-    """Why a fusion was not taken."""
+    """Reasons for which a fusion was not taken."""
     return {r.reason for r in p.refusals if r.name == name}
 
 

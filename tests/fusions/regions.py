@@ -57,7 +57,7 @@ def step(
 
 
 def apart(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """How far, as a share of the root of the mean square."""
+    """Root mean square of the difference, as a share of that of `exact`."""
     return float((found.double() - exact.double()).square().mean().sqrt() / exact.double().square().mean().sqrt())
 
 

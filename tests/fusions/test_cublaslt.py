@@ -35,7 +35,7 @@ def test_row_of_a_product_says_what_it_reads_and_makes(row: cublaslt.ProductRow)
 
 
 def bodies(p: Plan, *names: str) -> list[Any]:
-    """What steps of these fusions run."""
+    """Functions that steps of these fusions run."""
     return [s.task.body.function for s in (*p.forward, *p.backward) if s.name in names]  # type: ignore[union-attr]
 
 

@@ -149,7 +149,7 @@ def test_sums_of_products_are_as_the_recipe_says(how: dict[str, bool], wanted: t
 
 @pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling()], ids=["delayed", "current"])
 def test_products_without_any_fusion_are_emulated(recipe: Recipe) -> None:
-    """Which is what tests on a GPU hold them against."""
+    """Plans that tests on a GPU compare those of fusions with."""
     with installed(quack), fusions.disabled(*OURS):
         for device in ("h200", "b200"):
             p = float8(device=device, recipe=recipe)()
@@ -260,7 +260,7 @@ def test_products_by_one_scale_of_nothing_are_empty_or_zeros(cublaslt: FakeCubla
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_quantized_product_is_that_of_float64(cublaslt: FakeCublasLt, dtype: torch.dtype) -> None:
-    """What plans for a GPU chose."""
+    """The body in a plan for a GPU, run on the CPU."""
     found = quantized("h200", dtype=dtype).forward[1]
     a, b, bias = drawn((16, 64), (32, 64), (32,))
     a8, b8, bias = quantize(a, E4M3, 100.0), quantize(b, E4M3, 100.0), bias.to(dtype)
@@ -278,7 +278,7 @@ SHIFT = 2.0  # what a bias adds
 
 
 def factor(t: torch.Tensor, op: OwnScalesMatMul, role: int, turned: bool) -> torch.Tensor:
-    """What t stands for where a product sums over its columns, or over its rows."""
+    """Values of t after quantization, for a product that sums over its columns, or over its rows."""
     assert op.form.scalings is not None
     rows = t.reshape(-1, t.shape[-1])
     by = op.form.formats[role], op.form.scalings[role]

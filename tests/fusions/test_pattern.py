@@ -204,7 +204,7 @@ def test_what_is_chosen_runs_and_what_is_not_is_as_declared(answer: Any) -> None
 
 
 def overwritten(p: Plan) -> list[Any]:
-    """What kernels of the backward may store their outputs over."""
+    """Pairs of inputs and outputs that kernels of the backward may overwrite."""
     return [pair for s in p.backward for pair in getattr(getattr(s.task, "description", None), "overwrites", ())]
 
 

@@ -106,7 +106,7 @@ def test_gradients_of_any_that_are_needed_are_right(
 
 @each
 def test_gradient_of_no_stride_is_taken(name: str, its: dict[str, Fusion]) -> None:
-    """That of a sum, which is one number for all."""
+    """Gradient of a sum, which is one number for all."""
     _, make, features, _ = OF_BACKWARD[name]
     model, x = sequential(*make()), tensor(5, 3, features)
     leaves = dict(model.named_parameters()) | {"x": x}

@@ -35,7 +35,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_quack_float8.Packa
 
 
 def cheap(*names: str) -> tuple[Any, ...]:
-    """These fusions at no cost."""
+    """Fusions of these names at no cost."""
     return tuple(free(fusions.get(name)) for name in names)
 
 
@@ -74,7 +74,7 @@ def block(p: float | None, **how: Any) -> te.Sequential:
 
 
 def trained(model: Any, seed: int, rows: int, recipe: Recipe) -> dict[str, torch.Tensor]:
-    """What a call gives, the sum between too, and all gradients."""
+    """Output of a call, the sum between too, and all gradients."""
     rng = torch.Generator().manual_seed(seed)
     x = torch.randn(3, rows, 32, generator=rng).to(BF16).requires_grad_()
     with te.autocast(recipe=recipe):

@@ -1,4 +1,4 @@
-"""Why plans do not take a fusion: a table of what is asked for, and the words."""
+"""Reasons for which plans do not take a fusion: a table of cases, and the words."""
 
 from __future__ import annotations
 

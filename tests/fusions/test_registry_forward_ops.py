@@ -21,7 +21,7 @@ MLP = (ops.MatMul, ops.Bias, ops.ReLU, ops.MatMul)
 
 
 def places(plan: Plan) -> list[tuple[int, int]]:
-    """Where its segments begin and end."""
+    """Begins and ends of the plan's segments."""
     return [(s.start, s.stop) for s in plan.segments]
 
 

@@ -182,7 +182,7 @@ def test_how_many_ops_is_not_known_of_repeated_parts_and_fused_operations():
 
 
 def test_what_runs_may_be_chosen_for_each_match_and_direction():
-    """Where nothing is chosen, the declared body runs."""
+    """The declared body runs where `choose` gives None."""
     asked = []
 
     class Scaled:

@@ -34,7 +34,7 @@ def compile_all(kernels: Sequence[CudaKernel], cache: Path | None = None, thread
 
 
 def checked(answer: tuple[Any, ...]) -> Any:
-    """What a driver call returns beside its error code.
+    """Values that a driver call returns beside its error code.
 
     Raises:
         RuntimeError: when the call failed.

@@ -1,4 +1,4 @@
-"""What providers whose backward stores its gradient packed are tested by on a GPU."""
+"""Checks on a GPU of providers whose backward stores its gradient packed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OTHERS = ("attention_cuda_cudnn", "attention_cuda_flash", "attention_cuda_effici
 
 
 def installed_version(package: str) -> str | None:
-    """That of a package, whatever other tests are told."""
+    """Version of a package, whatever other tests are told."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -44,7 +44,7 @@ def in_plans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def nothing_waits() -> Iterator[None]:
-    """What asks the device for something in here raises."""
+    """Raise where code in here waits for the device."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield

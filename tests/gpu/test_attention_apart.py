@@ -47,7 +47,7 @@ def check(model, x, inputs, dtype):
 
 
 def takes(provider, model, x, inputs, dtype):
-    """Whether a plan with this provider alone takes it in both directions; else its reason."""
+    """True if a plan with this provider alone takes it in both directions; else its reason."""
     model = copy.deepcopy(model).to("cuda", dtype)
     named = {n: on_gpu(t, dtype).requires_grad_(t.is_floating_point()) for n, t in inputs.items()}
     plan = model.plan(on_gpu(x, dtype).requires_grad_(), **named)

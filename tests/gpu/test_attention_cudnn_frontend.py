@@ -61,7 +61,7 @@ def test_without_a_mask() -> None:
 @pytest.mark.parametrize("layout", ["sequence_first", "batch_first"])
 @pytest.mark.parametrize("packing", ["interleaved", "blocked"])
 def test_it_agrees_with_pytorchs_backward(dropout: float, layout: str, packing: str) -> None:
-    """The same kernel of cuDNN in both, from the same draws."""
+    """Both run one kernel of cuDNN, on equal draws."""
     for kv_heads, mask, dtype in itertools.product((4, 1), ("none", "causal"), (torch.bfloat16, torch.float16)):
         common = {"kv_heads": kv_heads, "layout": layout, "packing": packing}
         op = ops.DotProductAttention(4, 64, mask=mask, dropout=dropout, **common)

@@ -142,7 +142,7 @@ def test_nothing_is_copied(layout: str, packing: str, tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def repeatable() -> Iterator[None]:
-    """The same call gives the same bits, attention's gradients included; and fresh memory is full of NaN.
+    """Make equal calls give equal bits, attention's gradients included, and fill fresh memory with NaN.
 
     PyTorch's own products are refused in here, and its attention repeats itself only where such things are.
     """
@@ -165,7 +165,7 @@ def layer(kind: str) -> Sequential:
 
 
 def batch(kind: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """What enters such a layer, and the gradient of what leaves it."""
+    """Input of such a layer, and the gradient of its output."""
     widths = 256, 768 if kind == "rotation" else 256
     rng = torch.Generator("cuda").manual_seed(1)
     x, dy = (torch.randn(150, 3, width, generator=rng, device="cuda", dtype=dtype) for width in widths)

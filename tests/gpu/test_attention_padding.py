@@ -72,7 +72,7 @@ def test_a_capture_takes_other_masks(provider: str) -> None:
 
 @pytest.fixture
 def kernels() -> None:
-    """Those that plans compile, loaded."""
+    """Load the kernels that plans compile."""
     made = [lengths.BlankRows(DTYPE), padding.FindTokens(), padding.MoveRows(DTYPE)]
     load([], torch.device("cuda:0"), written=made)
 

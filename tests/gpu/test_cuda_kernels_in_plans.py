@@ -126,7 +126,7 @@ BLOCK = 2.0
 def failures(
     model: Sequential, dtype: torch.dtype, features: int, leading: tuple[int, ...] | None = None, share: float = 1.0
 ) -> list[str]:
-    """What differs from float64 by more than `share` of what verify allows, in every case or for one shape."""
+    """Results that differ from float64 by more than `share` of verify's tolerance, in every case or for one shape."""
     subject = Subject(model, dtype, GPU)
     found = []
     for case in cases(dtype) if leading is None else [Case(str(leading), dtype, leading)]:
@@ -169,8 +169,8 @@ def test_feature_sizes(name: str, features: int) -> None:
 
 
 def test_layer_norm_of_one_feature() -> None:
-    """It does not depend on its input: the gradient is the difference of two equal terms, each of which may be off by
-    an ulp, so its own size says nothing about how large an error is."""
+    """Outputs do not depend on x: its gradient is the difference of two equal terms, each of which may be off by an
+    ulp, so its own size says nothing about how large an error is."""
     model, x = generated(ops.LayerNorm(1)), normal(37, 1)
     y, dx, dweight, dbias = results(model, model, x)
     weight, bias = (p.detach() for p in model.parameters())

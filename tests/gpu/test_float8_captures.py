@@ -91,7 +91,7 @@ def test_replays_go_by_the_scales_of_their_region(name: str) -> None:
 
 
 def test_backward_goes_by_the_scales_of_its_forward() -> None:
-    """Those of a region that is entered in between are for the next forward."""
+    """Scales of a region that is entered in between are for the next forward."""
     model, twin = pair("mlp")
     with on():
         replayed = te.cuda_graph(model, data(0).requires_grad_())

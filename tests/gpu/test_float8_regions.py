@@ -49,7 +49,7 @@ def data(seed: int, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """How far, as a share of the root of the mean square."""
+    """Root mean square of the difference, as a share of that of `wanted`."""
     if not wanted.numel():
         return 0.0
     difference, size = (t.double().square().mean().sqrt().item() for t in (found.double() - wanted.double(), wanted))

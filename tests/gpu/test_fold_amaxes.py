@@ -30,7 +30,7 @@ def test_values() -> None:
 
 
 def recorded(model: Any, recipe: DelayedScaling, seed: int) -> None:
-    """What a step does that sees some amaxes, one of them infinite."""
+    """Record the amaxes of a step, one of them infinite."""
     with te.autocast(recipe=recipe):
         for op in model:
             ensure(op, recipe)

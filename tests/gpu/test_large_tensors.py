@@ -22,7 +22,7 @@ SPARE = 2**30  # bytes beside the large tensors: statistics of each row, partial
 
 @pytest.fixture(autouse=True)
 def _memory_back() -> Iterator[None]:
-    """What a test took is free for the next one, and for other processes."""
+    """Free a test's memory for the next one, and for other processes."""
     yield
     torch.cuda.empty_cache()
 
@@ -53,7 +53,7 @@ def large(width: int) -> torch.Tensor:
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """The same, up to a rounding to bfloat16 or two."""
+    """Compare up to a rounding to bfloat16 or two."""
     torch.testing.assert_close(found, wanted, rtol=2**-7, atol=float(wanted.abs().max()) * 2**-8)
 
 

@@ -64,13 +64,13 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 def pairs(model: Sequential) -> int:
-    """How many inputs the plan says may be overwritten in backward."""
+    """Number of inputs that the plan may overwrite in backward."""
     found = [s.task for s in model.plan(x_of(next(model.parameters()).dtype)).backward]
     return sum(len(t.description.overwrites) for t in found if isinstance(t, KernelTask))
 
 
 def copied(model: Sequential, *parts: Any, **options: Any) -> Sequential:
-    """The same model, planned anew."""
+    """Copy of the model, planned anew."""
     other = mlp(*parts, dtype=next(model.parameters()).dtype, **options)
     other.load_state_dict(model.state_dict())
     return other

@@ -76,7 +76,7 @@ def test_with_bias(rows: tuple[int, ...], inner: int, outer: int) -> None:
 
 @pytest.mark.parametrize(("rows", "inner", "outer"), SIZES)
 def test_with_bias_and_addend(rows: tuple[int, ...], inner: int, outer: int) -> None:
-    """Which is only read, however it lies."""
+    """The addend is only read, in any strides."""
     given = tensors(rows, inner, outer)
     for room in (0, 1, 8):
         wide = 10 * torch.randn(*rows, outer + room, generator=torch.Generator().manual_seed(4)).to(GPU, BF16)

@@ -124,7 +124,7 @@ def test_backward_of_swiglu(rows: tuple[int, ...], inner: int, outer: int) -> No
 
 
 def test_strides_and_offsets() -> None:
-    """What its loads cannot read is copied; what they can is not changed."""
+    """Tensors that its loads cannot read are copied; others are read where they lie, and not changed."""
     x, w, b, dy, h = tensors((48, 3), 136, 72)
     wide = torch.cat((h, x), -1)
 

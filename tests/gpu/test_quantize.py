@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def call(
     d: KernelDescription, folder: Path, rows: int, *tensors: torch.Tensor, batch: tuple[int, int] = (1, 1)
 ) -> list[torch.Tensor]:
-    """What a kernel stores of loads, numbers to raise and the seed, all on the GPU."""
+    """Outputs of a kernel for loads, numbers to raise and the seed, all on the GPU."""
     (kernel,) = cuda_loader.load([d], GPU, cache_dir=folder)
     made = outputs(d, rows, batch[1], device="cuda")
     seed = (torch.tensor([SEED, OFFSET], device=GPU),) if d.streams else ()

@@ -63,7 +63,7 @@ def add_onto(
     onto: torch.Tensor,
     fast: bool = False,
 ) -> None:
-    """The same onto what is there."""
+    """Add (a scale_a) (b scale_b)^T to `onto`."""
     form = products.form_of_8("onto", a.dtype, b.dtype, onto.dtype, fast)
     products.product_of(form)((a, b, scale_a, scale_b, onto))
 

@@ -35,7 +35,7 @@ def call(
     batch: tuple[int, int] = (1, 1),
     device: str = "cuda",
 ) -> Made:
-    """What a kernel stores on a device, and what it raises from 0."""
+    """Outputs of a kernel on a device, and the numbers that it raises from 0."""
     d = kernel.description
     made = outputs(d, rows, batch[1], device=device)
     slots = [torch.zeros(1, device=device) for _ in d.maxima]

@@ -73,7 +73,7 @@ class Case:
         return torch.einsum("grk,kgd->grd", shares, v).reshape(query.shape)
 
     def complaint(self, device: torch.device) -> str | None:
-        """What is wrong with the kernel's output: it may err twice as much as PyTorch does."""
+        """Complaint about the kernel's output: it may err twice as much as PyTorch does."""
         given = self.inputs(device)
         found, want = self.run(*given).double(), self.exact(*(t.double() for t in given))
         if not want.numel():

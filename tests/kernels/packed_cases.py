@@ -1,4 +1,4 @@
-"""What the kernel over packed heads is tested on, with and without a GPU: settings, inputs, the meaning."""
+"""Cases for the kernel over packed heads, with and without a GPU: settings, inputs, the meaning."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Case:
         return x, bias
 
     def scaled(self, device: torch.device, scale: float = SCALE) -> Scaled | None:
-        """How the result is stored, its largest magnitude in a number of its own."""
+        """Scaling of the stored result, its largest magnitude in a number of its own."""
         numbers = (torch.tensor(n, device=device) for n in (scale, 0.0))
         return None if self.stored is None else Scaled(self.stored, *numbers)
 
@@ -81,7 +81,7 @@ class Case:
     def meant(
         self, x: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype = torch.float64
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The same by the op's own meaning."""
+        """Results by the op's own meaning."""
         y = x.to(wide) if bias is None else x.to(wide) + bias.to(wide)
         if self.rotary:
             op = RotaryEmbedding(
@@ -158,7 +158,7 @@ ATTENTION = declare(OnFakeGpu(), registered=False)
 def complaints(
     case: Case, samples: int, positions: int, got: tuple[torch.Tensor, torch.Tensor | None], seed: int
 ) -> str:
-    """What is wrong: a result may err twice as much as PyTorch does in float32 and one rounding, and one unit more."""
+    """Complaint: a result may err twice as much as PyTorch does in float32 and one rounding, and one unit more."""
     x, bias = case.inputs(samples, positions, seed)
     exact, plain = case.meant(x, bias), case.meant(x, bias, torch.float32)
     for name, one, want, usual in zip(("output", "sums"), got, exact, plain, strict=True):

@@ -111,7 +111,7 @@ def test_a_gradient_of_the_kernels_own_order_is_read_where_it_lies(emulated: Fak
 
 @needs_compiler
 def test_one_packing_of_parts_that_lie_in_many_ways(emulated: FakeDriver) -> None:
-    """What it knows of sizes and strides is that of the parts at hand: as of one that knows nothing."""
+    """Sizes and strides that it remembers do not change results: they equal those of a new Packing."""
     case = BY_NAME["packed and turned"]
     packing = Packing(case.heads, case.rotation)
     orders = ((3, 0, 1, 2, 4), (0, 1, 2, 3, 4), (0, 3, 1, 2, 4), (4, 3, 2, 1, 0))  # the last has to be copied

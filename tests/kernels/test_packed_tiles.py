@@ -46,7 +46,7 @@ def in_blocks(case: Case) -> PackedTiles:
 
 
 def every_kernel() -> Iterator[TextKernel[Any]]:
-    """Those of all cases, and those that store rows alone."""
+    """Kernels of all cases, and those that store rows alone."""
     for case in CASES:
         yield from (kernel_of(case), case.kernel)
     yield from map(in_blocks, IN_BLOCKS)
@@ -56,7 +56,7 @@ emulated = emulating(every_kernel)
 
 
 def check_bytes(case: Case, packing: TilePacking, samples: int, positions: int, seed: int, device: str) -> None:
-    """Those of the kernel that packs rows alone, and of what turns them, with and without what is known of strides."""
+    """Bytes equal those of packing rows and then transposing, with and without what is known of strides."""
     parts = parts_of(case, case.inputs(samples, positions, seed)[0].to(device))
     first: list[torch.Tensor | None] = []
     for _ in range(2):
@@ -85,7 +85,7 @@ def test_the_bytes_of_what_packs_rows_alone(case: Case, emulated: FakeDriver) ->
 @needs_compiler
 @pytest.mark.parametrize("case", IN_BLOCKS, ids=lambda case: case.name)
 def test_blocks(case: Case, emulated: FakeDriver) -> None:
-    """What the kernel that packs stores, and `quantized` makes of it by rows and by columns."""
+    """Outputs of the kernel that packs equal those of `quantized`, by rows and by columns."""
     packing, features = TilePacking(case.heads), case.heads.features
     for seed, (samples, positions) in enumerate(((2, 66), (3, 43), (0, 4))):
         x = case.inputs(samples, positions, seed)[0]

@@ -143,7 +143,7 @@ def test_weights_of_nothing(emulated: FakeDriver) -> None:
 
 
 def test_several_at_once() -> None:
-    """What is asked of nobody in particular: by PyTorch on a CPU."""
+    """The common `quantize_weights` runs by PyTorch on a CPU."""
     weights = weights_like((torch.bfloat16,))
     scales, amaxes = [torch.tensor(3.0)] * 7, [torch.zeros(()) for _ in range(7)]
     assert not weights_wrongly(weights, scales, quantize_weights(weights, scales, amaxes), [0.0] * 7, amaxes)
@@ -222,7 +222,7 @@ B16, F32 = torch.bfloat16, torch.float32
 @needs_compiler
 @pytest.mark.parametrize("mixed", [False, True])
 def test_weights_by_scales_of_their_own(emulated: FakeDriver, mixed: bool) -> None:
-    """Those of the definition, in the layouts that are wanted; by one launch each where all have one rule."""
+    """Scales of the definition, in the layouts that are wanted; by one launch each where all have one rule."""
     wanted = [Weight8(B16), Weight8(F32, turned=False), Weight8(B16, rows=False), Weight8(B16)]
     scalings = [PLAIN, POWERS if mixed else PLAIN, PLAIN, PLAIN]
     rng = torch.Generator().manual_seed(0)

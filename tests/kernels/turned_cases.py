@@ -1,4 +1,4 @@
-"""What the kernel that norms and turns heads is tested on, with and without a GPU: settings, inputs, the meaning."""
+"""Cases for the kernel that norms and turns heads, with and without a GPU: settings, inputs, the meaning."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Case:
         return found
 
     def run(self, call: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """What the kernel gives: "y", "dx", "columns" and gradients of weights; "amax" where dx is scaled."""
+        """Results of the kernel: "y", "dx", "columns" and gradients of weights; "amax" where dx is scaled."""
         ahead, back = self.passes()
         given = PassInputs(call["tables"], call.get("starts"), call.get("offsets"), call["weights"])
         y, none = Turned(ahead, self.order, 1e-5)(call["x"], given)
@@ -146,7 +146,7 @@ class Case:
         return found if scaled is None else {**found, "amax": amax}
 
     def meant(self, call: dict[str, Any], wide: torch.dtype = F64) -> dict[str, torch.Tensor]:
-        """The same by the ops' own meaning."""
+        """Results by the ops' own meaning."""
         model = self.model(call["weights"], wide).to(call["x"].device)
         x = call["x"].to(wide).requires_grad_()
         named = dict(zip("ab", (t.to(wide) for t in call["tables"]), strict=False))
@@ -202,7 +202,7 @@ EMPTY = [(0, 4), (3, 0)]
 
 
 def complaints(case: Case, call: dict[str, Any], got: dict[str, torch.Tensor]) -> str:
-    """What is wrong: a result may err twice as much as PyTorch does in float32 and one rounding, and one unit more."""
+    """Complaint: a result may err twice as much as PyTorch does in float32 and one rounding, and one unit more."""
     exact, plain = case.meant(call), case.meant(call, F32)
     if got.keys() != exact.keys():
         return f"there are {sorted(got)}, not {sorted(exact)}"

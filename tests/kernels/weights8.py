@@ -29,7 +29,7 @@ def bytes_like(tokens: int, features: int, dtype: torch.dtype, device: str = "cp
 
 
 def turned_wrongly(data: torch.Tensor, turned: torch.Tensor) -> str:
-    """What is wrong with a matrix that should be data [tokens, features] turned; empty: nothing."""
+    """Complaint about a matrix that should be data [tokens, features] turned; empty: nothing."""
     tokens, features = data.shape
     room = math.ceil(tokens / 16) * 16
     if turned.dtype != data.dtype or turned.shape != (features, room) or not turned.is_contiguous():
@@ -72,7 +72,7 @@ def weights_wrongly(
     before: Sequence[float],
     amaxes: Sequence[torch.Tensor] | None = None,
 ) -> list[str]:
-    """What is wrong with weights quantized by scales, and with amaxes that were `before`."""
+    """Complaints about weights quantized by scales, and about amaxes that were `before`."""
     wrong = []
     for k, (w, scale, (rows, turned)) in enumerate(zip(weights, scales, found, strict=True)):
         expected = quantize(w, E4M3, scale)

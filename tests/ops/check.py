@@ -1,4 +1,4 @@
-"""How the tests of ops compare: an op by its reference, beside torch, both against torch in float64."""
+"""Comparisons for tests of ops: an op by its reference, beside torch, both against torch in float64."""
 
 from __future__ import annotations
 

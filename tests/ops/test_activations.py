@@ -72,7 +72,7 @@ def test_gate_second_is_the_halves_exchanged(name: str) -> None:
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_no_nan_at_large_inputs(name: str) -> None:
-    """Where the sigmoid or erf saturates, value and gradient are those of x or 0, not infinity times 0."""
+    """Value and gradient are those of x or 0 where the sigmoid or erf saturates, not infinity times 0."""
     op = ACTIVATIONS[name][0]
     large = torch.logspace(0, 18, 60)
     x = torch.cat([large, -large]).requires_grad_()
@@ -175,7 +175,7 @@ def test_softmax_of_infinities_and_of_one_feature(name: str, dtype: torch.dtype)
 
 
 def test_softmax_asks_for_no_feature_in_backward() -> None:
-    """What is subtracted gets no gradient."""
+    """Row maxima that softmax subtracts get no gradient."""
     plan = te_fuser.Sequential(ops.Softmax()).plan(normal(4, 64).float().requires_grad_())
     (step,) = plan.backward
     assert "row_max" in str(step.task.description) and "where" not in str(step.task.description)

@@ -42,7 +42,7 @@ NAMES = ["norm_weight", "norm_bias", "fc_weight", "fc_bias"]
 
 
 def bare(model: Mlp) -> te_fuser.Sequential:
-    """The same list of ops that own their parameters."""
+    """List of ops that own the model's parameters."""
     made = sequential(ops.LayerNorm(8), ops.MatMul(8, 8), ops.Bias(8), ops.GELU())
     made.load_state_dict(dict(zip(made.state_dict(), [model.state_dict()[name] for name in NAMES], strict=True)))
     return made

@@ -124,7 +124,7 @@ def test_infinities_and_nan(dtype: torch.dtype) -> None:
 
 @formats
 def test_kept_in_8_bits_or_made_again(dtype: torch.dtype) -> None:
-    """What only backward of its reader reads is kept as it is stored, or stored again by backward's kernel."""
+    """Values that only their reader's backward reads are kept in 8 bits, or stored again by backward's kernel."""
 
     class Reading(Dequantized):
         reads = ("input",)

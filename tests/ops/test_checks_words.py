@@ -168,7 +168,7 @@ def test_arguments(name: str) -> None:
 
 
 def test_arguments_that_are_numbers() -> None:
-    """Those of numpy, whole ones, and what torch.nn takes."""
+    """Arguments may be numpy's numbers, whole ones, and what torch.nn takes."""
     assert ops.Reshape(np.int64(2), -1).shape == (2, -1) and ops.LayerNorm(8, eps=0).eps == 0.0
     assert ops.Scale(value=np.float32(0.5)).value == 0.5
     assert_as_meant(sequential(ops.Softmax(dim=-1), ops.LogSoftmax(-1)), tensor(5, 8))

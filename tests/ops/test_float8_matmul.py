@@ -59,7 +59,7 @@ def trained(model: te.Sequential, x: torch.Tensor, dy: torch.Tensor, recipe: Rec
 
 
 def expected(t: torch.Tensor, role: str, recipe: Recipe, product: str) -> torch.Tensor:
-    """What a factor stands for in a product, float64: blocks along what that sums."""
+    """Values of a quantized factor in a product, float64: blocks along the summed dimension."""
     dtype = E5M2 if role == "gradient" and hybrid(recipe) else E4M3
     turn = product == "dW" or (product, role) == ("dx", "weight")
     t = t.detach().float()

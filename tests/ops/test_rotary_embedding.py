@@ -148,7 +148,7 @@ def test_the_table_is_shared_made_anew_and_not_in_the_state():
 
 
 def test_a_table_made_in_a_capture_is_not_handed_out_later(monkeypatch):
-    """It lies in the graph's memory, and has its values in replays alone; one that a graph reads is not dropped."""
+    """Tables of a capture lie in the graph's memory and are filled by replays alone; one that a graph reads is kept."""
     captures, made, device = [True], [], torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures[0])
 

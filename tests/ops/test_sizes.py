@@ -14,7 +14,7 @@ SIZES = range(10)
 
 
 def looked(ask, *sizes):
-    """What `ask` says of sizes, and which others the noted answers fit."""
+    """Answer of `ask` for sizes, and the predicate of others that it fits."""
     questions = Questions()
     answer = ask(*questions.sizes(sizes))
     return answer, questions.look()

@@ -238,7 +238,7 @@ def test_parallel_blocks(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("shape", [(2, 7, OTHER), (0, OTHER), (1, OTHER)])
 def test_another_input_of_another_shape(shape: tuple[int, ...]) -> None:
-    """What was the main value before gets no gradient."""
+    """The main value before `Take` gets no gradient."""
     model = te_fuser.Sequential(ops.Linear(WIDTH, WIDTH), ops.Take("memory"), ops.Linear(OTHER, 4), ops.GELU())
     x, memory = normal(3, WIDTH).float().requires_grad_(), normal(*shape).float().requires_grad_()
     compared(model, x, memory=memory)

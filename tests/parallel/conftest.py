@@ -1,4 +1,4 @@
-"""What tests on several ranks share."""
+"""Fixtures of tests on several ranks."""
 
 from __future__ import annotations
 

@@ -18,12 +18,12 @@ EXACT = {"rtol": 1e-11, "atol": 1e-11}
 
 
 def part(t: torch.Tensor, dim: int, sizes: Sequence[int] = ()) -> torch.Tensor:
-    """This rank's block along a dimension; of several parts of these sizes that of each."""
+    """Block of this rank along a dimension; of several parts of these sizes that of each."""
     return torch.cat([one.chunk(WORLD, dim)[dist.get_rank()] for one in t.split(list(sizes) or t.shape[dim], dim)], dim)
 
 
 def own(t: torch.Tensor, like: torch.Tensor, sizes: Sequence[int] = ()) -> torch.Tensor:
-    """What a rank has of a whole tensor, along the dimension in which its own is smaller."""
+    """Part of a whole tensor that a rank has, along the dimension in which its own is smaller."""
     smaller = [dim for dim, size in enumerate(like.shape) if size != t.shape[dim]]
     return part(t, smaller[0], sizes) if smaller else t
 

@@ -137,7 +137,7 @@ class Case:
         return {name: sizes.get(name, ()) for name in names}
 
     def check(self) -> None:
-        """What each rank has, against what one process computes."""
+        """Compare the results of each rank with those of one process."""
         whole, cut = self.build(shared=False), self.build(shared=True)
         if self.region:
             check_in_region(self, whole, cut)
@@ -152,7 +152,7 @@ class Case:
 
 
 def check_in_region(case: Case, whole: te_fuser.Sequential, cut: te_fuser.Sequential) -> None:
-    """The same in some steps in a region, where ranks agree on amaxes: parts are quantized as the whole is."""
+    """Train some steps in a region, where ranks agree on amaxes: parts are quantized as the whole is."""
     agree_anew()
     fill(cut, whole, case.gates(whole))
     at = case.dim if case.sequence_parallel else None

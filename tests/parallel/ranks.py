@@ -76,7 +76,7 @@ def on_ranks(body: Body) -> Callable[..., None]:
 
 
 class RanksFailedError(AssertionError):
-    """What went wrong in a test on several ranks, with what each of them wrote."""
+    """Failure of a test on several ranks, with the output of each of them."""
 
 
 class Ranks:
@@ -175,7 +175,7 @@ def _end(code: int | None) -> str:
 
 
 def _serve(rank: int, world: int, log: str, cpu: str, deadline: float, gpu: bool, orders: Connection) -> None:
-    """What a rank does: run the bodies that it is told to, until nobody is there to tell."""
+    """Work of a rank: run the bodies that it is told to, until nobody is there to tell."""
     from tests.settings import settle
 
     with open(log, "a", buffering=1) as out:

@@ -33,7 +33,7 @@ def step(model: Any, x: torch.Tensor, recipe: Recipe = RECIPE, group: Any = None
 
 
 def begun() -> int:
-    """This rank, where nobody has agreed on anything yet."""
+    """Number of this rank, where nobody has agreed on anything yet."""
     agree_anew()
     return dist.get_rank()
 
@@ -72,7 +72,7 @@ def test_largest() -> None:
 
 @on_ranks
 def test_not_a_number() -> None:
-    """What is not finite on one rank moves nothing on any, and counts on all."""
+    """Amaxes that are not finite on one rank change no scale on any, and are counted on all."""
     rank = begun()
     one, _ = models()
     for amax in (1.0, math.nan if rank == 0 else 1.0, math.inf if rank == 1 else 1.0):
@@ -100,7 +100,7 @@ def test_each_its_own() -> None:
 
 @on_ranks
 def test_one_rank_alone() -> None:
-    """Who evaluates, saves and copies alone waits for nobody."""
+    """A rank that evaluates, saves and copies alone waits for nobody."""
     rank = begun()
     one, _ = models()
     x = torch.full((4, 16), float(rank + 1))

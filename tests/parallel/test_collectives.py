@@ -165,7 +165,7 @@ def test_no_exchange_is_one_by_which_gloo_breaks_memory() -> None:
 @pytest.mark.parametrize("name", OPS)
 @on_ranks
 def test_bytes_that_are_sent(name: str) -> None:
-    """What a rank has and another one is to get; of a sum that all get its terms, and then the sum's parts."""
+    """Bytes that a rank sends: a sum that all get sends its terms, and then the sum's parts."""
     kind, arguments, expected = OPS[name]
     op, x = kind(tp(), *arguments), tensor(*SHAPE, grad=False)
     spec = Spec(x.shape, x.dtype, x.device)
@@ -178,7 +178,7 @@ def test_bytes_that_are_sent(name: str) -> None:
 
 @on_ranks
 def test_groups() -> None:
-    """What one may be given as, what a copy knows, and that calls follow another group."""
+    """Ways to give a group, what a copy knows, and calls that follow another group."""
     mesh = init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("dp", "tp"))
     rank = dist.get_rank()
     by_mesh, by_group = ops.AllReduce(mesh["tp"]).group, ops.AllReduce(mesh["tp"].get_group()).group
@@ -205,7 +205,7 @@ def test_groups() -> None:
 
 @on_ranks
 def test_verified_steps() -> None:
-    """What each rank runs by itself; how often the reference of a step runs depends on what a rank finds."""
+    """Steps that each rank runs by itself are verified; how often a reference runs depends on a rank's findings."""
     labels: list[str] = []
 
     def noted(label: str, *given: Any, **how: Any) -> Any:

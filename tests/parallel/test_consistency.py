@@ -41,7 +41,7 @@ def raised_alone(call: Callable[[], object], kind: type[Exception] = RankMismatc
 
 
 def raised(call: Callable[[], object], kind: type[Exception] = RankMismatchError) -> str:
-    """What a call raises; then the ranks go on together."""
+    """Words of the error that a call raises; then the ranks go on together."""
     text = raised_alone(call, kind)
     dist.barrier()
     return text
@@ -151,7 +151,7 @@ def x_of(rows: int) -> torch.Tensor:
 
 @on_ranks
 def test_a_rank_that_does_not_come() -> None:
-    """It is named when the group's timeout is over, and hears of that when it comes; then they go on."""
+    """A late rank is named when the group's timeout is over, and hears of that when it comes; then they go on."""
     with group_of_its_own() as group:
         m = with_group(group)
         if dist.get_rank() == 0:
@@ -223,7 +223,7 @@ def test_a_known_call_beside_a_new_one(new: str) -> None:
 
 @on_ranks
 def test_an_interrupt_while_planning_is_told_to_nobody() -> None:
-    """Who was interrupted may call again."""
+    """An interrupted rank may call again."""
     m, x = model(), tensor(6, FEATURES)
     if dist.get_rank():
         with mock.patch.object(Fuser, "_executable", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
@@ -333,7 +333,7 @@ def test_regions_and_a_group_of_its_own() -> None:
 
 @on_ranks
 def test_a_region_by_a_function() -> None:
-    """Where a function lies differs among ranks, which says nothing."""
+    """Addresses of a function differ among ranks, and are not compared."""
     held = [object() for _ in range(1000 * dist.get_rank())]
 
     def newest(history: torch.Tensor) -> torch.Tensor:

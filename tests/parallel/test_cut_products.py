@@ -35,7 +35,7 @@ def share(linear: ops.Linear, mode: str, sequence_dim: int | None = None) -> ops
 @pytest.mark.parametrize("mode", ["column", "row"])
 @on_ranks
 def test_linear(mode: str, sequence_dim: int | None) -> None:
-    """What is not cut along the features is whole, or cut along the sequence."""
+    """Values that are not cut along the features are whole, or cut along the sequence."""
     whole = sequential(ops.Linear(8, 12, bias=mode == "column"))
     cut = te_fuser.Sequential(share(whole[0], mode, sequence_dim), kernels="reference")
     ends = {"column": (sequence_dim, -1), "row": (-1, sequence_dim)}[mode]

@@ -51,7 +51,7 @@ class Asked(nn.Module):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @on_ranks
 def test_models_that_ranks_share(kind: str, sequence_parallel: bool) -> None:
-    """What is gathered again for weights alone is gathered later, too."""
+    """Gathers that only gradients of weights need are delayed, too."""
     plain: Any = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     twin = lean_llama(0.0) if kind == "list" else layer(**plain)
     model = delaying(copy.deepcopy(twin)) if kind == "list" else layer(**plain, delay_wgrad_compute=True)

@@ -52,7 +52,7 @@ def sharing(share: Share) -> Iterator[None]:
 
 
 def own(t: torch.Tensor, share: Share) -> torch.Tensor:
-    """This rank's part of a value."""
+    """Part of a value that this rank has."""
     rank = dist.get_rank()
     if share.rows:
         t = t.chunk(WORLD, share.dim)[rank]
@@ -123,7 +123,7 @@ class Drawing:
 
 
 def drawn(rank: int, state: object = None, shared: bool = True) -> torch.Tensor:
-    """What attention of a rank draws, in a call that has drawn the same on all."""
+    """Draws of a rank's attention, in a call that has drawn equally on all."""
     op = ops.DotProductAttention(2, 8, dropout=0.5, mask="none", layout="sequence_first")
     op.random_state = state  # type: ignore[assignment]
     attention = _Attention(Drawing(), op.settings(), (), False, Group())  # type: ignore[arg-type]

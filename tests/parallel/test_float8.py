@@ -75,7 +75,7 @@ def steps(model: Any, shared: bool, recipe: DelayedScaling = RECIPE, run: Any = 
 @pytest.mark.parametrize("way", ["fused", "reference"])
 @on_ranks
 def test_values_are_those_of_the_whole_model_and_8_bits_are_sent(way: str) -> None:
-    """What the column's product takes, and the gradient of what the row's gives; scales are the whole model's."""
+    """Gathers before a column's product and gradients of a row's are sent in 8 bits, by the whole model's scales."""
     run = None if way == "fused" else lambda m, x: m.reference(x)
     with sent() as dtypes:
         found = steps(cut(), True, run=run)
@@ -106,7 +106,7 @@ def test_what_has_no_common_scale_is_sent_as_it_is(why: str) -> None:
 
 @on_ranks
 def test_current_scales_of_ranks_with_other_data() -> None:
-    """What is gathered is sent as it is and scaled as a whole then; what ranks cut each scales alone."""
+    """Gathered values are sent unquantized and scaled as a whole then; each rank scales its cut of others alone."""
     model, twin, recipe, rows = cut(), mlp(), Float8CurrentScaling(), 4 * TOKENS
     g = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(rows, F, generator=g) * torch.logspace(-3, 3, rows)[:, None] for _ in range(2))
@@ -169,7 +169,7 @@ def test_scales_of_now_err_as_those_of_the_whole_model(by: str, preset: str, seq
 
 @on_ranks
 def test_what_is_made_in_a_region_is_agreed_on() -> None:
-    """What it records waits for the fold that reduces it: scales are 1 on all ranks until then."""
+    """Its records wait for the fold that reduces them: scales are 1 on all ranks until then."""
     first = cut()
     steps(first, True)
     made: list[te.Sequential] = []

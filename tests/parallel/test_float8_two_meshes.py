@@ -57,7 +57,7 @@ def gradients(model: Any, like: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("by", "first"), [("delayed", True), ("current", None), ("blocks", True)])
 @on_ranks
 def test_training(by: str, first: bool | None) -> None:
-    """It errs as the whole model in the same region; by delayed scaling, whose scales ranks agree on, just as that."""
+    """Errors are as large as the whole model's in that region; by delayed scaling, with agreed scales, the same."""
     (recipe, features), mesh = RECIPES[by], mesh_of()
     twin = mlp(features)
     model = spread(te.parallelize(copy.deepcopy(twin), mesh["tp"]), mesh["dp"])

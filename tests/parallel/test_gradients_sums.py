@@ -83,7 +83,7 @@ def test_one_collective_for_all_of_a_segment() -> None:
 @pytest.mark.parametrize("name", ["Linear row", "LayerNormMLP", "MultiheadAttention"])
 @on_ranks
 def test_a_bias_that_is_returned(name: str) -> None:
-    """Who adds it to rows that ranks cut gets the sum of the terms, too."""
+    """A caller that adds it to rows that ranks cut gets the sum of the terms, too."""
     case = CASES[name]
     cut, whole = pair(case, True, return_bias=True)
 
@@ -147,7 +147,7 @@ def test_called_in_other_ways(around: str, sequence_parallel: bool) -> None:
 @pytest.mark.parametrize("rule", [RowRule, ShardingRule])
 @on_ranks
 def test_a_sum_left_out_is_seen(rule: type) -> None:
-    """These tests would fail without it: of norms and biases, and of norms of heads."""
+    """Comparisons fail without the sum: of norms and biases, and of norms of heads."""
     rows = rule is RowRule
     case = CASES[LAYER if rows else "MultiheadAttention RMSNorm"]
     cut, whole = pair(case, rows)

@@ -196,7 +196,7 @@ def test_times_of_steps() -> None:
 
 @on_ranks
 def test_lists_whose_parameters_are_dtensors(tmp_path: Path) -> None:
-    """What is tried is compared by each rank's own part."""
+    """Trials are compared by each rank's own part."""
     made = te_fuser.Sequential(ops.LayerNorm(F), ops.Linear(F, 2 * F), ops.GELU(), ops.Linear(2 * F, F))
     m, x = te_fuser.parallelize(randomize(made).float(), init_device_mesh("cpu", (WORLD,)), True), x_of()
     with slow_gelu(tmp_path), own_clock():

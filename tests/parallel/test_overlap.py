@@ -49,7 +49,7 @@ def in_segments() -> Any:
 
 
 def gaps(steps: Sequence[Step]) -> list[list[Step]]:
-    """What runs beside each thing that is under way."""
+    """Steps that run beside each exchange that is under way."""
     found = []
     for k, step in enumerate(steps):
         if ref := started(step):

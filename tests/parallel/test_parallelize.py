@@ -379,7 +379,7 @@ def test_what_cannot_be_is_said_on_all_ranks() -> None:
 
 
 def disagreement(make: Callable[[], object]) -> str:
-    """What all ranks raise; then they go on together."""
+    """Words of the error that all ranks raise; then they go on together."""
     with pytest.raises(RankMismatchError) as caught:
         make()
     dist.barrier()

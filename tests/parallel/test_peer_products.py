@@ -44,7 +44,7 @@ def products(model: torch.nn.Module) -> Iterator[ops.Linear]:
 
 
 def shared(whole: te_fuser.Sequential) -> te_fuser.Sequential:
-    """The same as two ranks share it."""
+    """Copy of the list as two ranks share it."""
     model = copy.deepcopy(whole)
     group = mesh_of()["tp"]
     for m in products(model):

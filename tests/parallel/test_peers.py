@@ -34,7 +34,7 @@ def world() -> tuple[Peers, int, int]:
 
 
 def given(number: int, rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What a rank has in an exchange."""
+    """Tensor of a rank in an exchange."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(97 * number + rank)).to(dtype)
 
 
@@ -183,7 +183,7 @@ def test_products_with_what_belongs_to_rows(kind: str) -> None:
 
 @on_ranks
 def test_buffers_that_grow_while_one_is_open() -> None:
-    """What is left open lies where it was, and is given back there."""
+    """Buffers left open stay where they were, and are given back there."""
     with standing_in():
         peers, rank, ranks = world()
         make = products.configured("forward", torch.float32, torch.float32).make
@@ -205,7 +205,7 @@ def test_buffers_that_grow_while_one_is_open() -> None:
 @pytest.mark.parametrize("kind", [_native.GatherMatmul, _native.MatmulScatter])
 @on_ranks
 def test_a_product_that_fails_in_between(kind: Any) -> None:
-    """What is under way is waited for, and nothing is exchanged any more, since others may be elsewhere."""
+    """Transfers under way are waited for, and nothing is exchanged any more, since others may be elsewhere."""
     library = fake_cublaslt.FakeCublasLt.in_dll(ctypes.CDLL(str(fake_cublaslt.compile_library())), "fake")
     with standing_in():
         peers, rank, ranks = world()
@@ -221,7 +221,7 @@ def test_a_product_that_fails_in_between(kind: Any) -> None:
 
 @on_ranks
 def test_an_exchange_that_nobody_waits_for() -> None:
-    """It is waited for when what holds its tensors goes, and the next ones go on."""
+    """The exchange is waited for when the holder of its tensors goes, and the next ones go on."""
     with standing_in():
         peers, rank, ranks = world()
         for number in range(6):

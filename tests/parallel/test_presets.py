@@ -278,7 +278,7 @@ def test_refusals() -> None:
 
 @on_ranks
 def test_under_autocast() -> None:
-    """What is gathered is cast before."""
+    """Gathered values are cast before."""
     case = CASES["LayerNormMLP"]
     cut, whole = (m.float() for m in pair(case, True))
     x = tensor(S, B, F, dtype=torch.float32, grad=False)

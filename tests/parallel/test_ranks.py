@@ -39,7 +39,7 @@ def both_end() -> None:
 
 
 def gloo_threads() -> int:
-    """How many run the works of this process's groups."""
+    """Number of threads that run the works of this process's groups."""
     return sum(path.read_text().strip() == "pt_gloo_runloop" for path in Path("/proc/self/task").glob("*/comm"))
 
 

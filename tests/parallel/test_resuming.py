@@ -45,7 +45,7 @@ def made() -> te.Sequential:
 
 
 def data(step: int, overflows: bool = False) -> torch.Tensor:
-    """This rank's, which are smaller where its number is larger: the others' amaxes count."""
+    """Data of this rank, smaller where its number is larger: the others' amaxes count."""
     x = torch.randn(8, F, generator=torch.Generator().manual_seed(step)).chunk(dist.get_world_size())[dist.get_rank()]
     x = (1.0 + step) / (1.0 + dist.get_rank()) * x
     return torch.full_like(x, math.inf) if overflows and dist.get_rank() == 1 else x

@@ -41,7 +41,7 @@ def test_a_rule_by_rows() -> None:
 
 @on_ranks
 def test_an_op_without_a_rule() -> None:
-    """It runs where values are whole, and is refused elsewhere before anything is sent."""
+    """The op runs where values are whole, and is refused elsewhere before anything is sent."""
     whole = layer(Plain(F))
     assert_as_one_process(whole, te_fuser.parallelize(copy.deepcopy(whole), mesh_of()), None)
     cut = te_fuser.parallelize(copy.deepcopy(whole), mesh_of(), sequence_parallel=True)

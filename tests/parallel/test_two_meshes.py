@@ -80,7 +80,7 @@ def test_a_region_of_some_waits_for_these_alone() -> None:
 @pytest.mark.parametrize("late", [False, True])
 @on_ranks
 def test_what_one_rank_raises_all_ranks_of_a_mesh_do(late: bool) -> None:
-    """Those of other lines and columns, too, whenever they come; then they go on together."""
+    """Ranks of other lines and columns raise, too, whenever they come; then they go on together."""
     mesh = mesh_of()
     cut = parallelize(te_fuser.Sequential(*mlp()), mesh["tp"])
     model = te_fuser.Sequential(*cut, ops.AllReduce(mesh["dp"]))

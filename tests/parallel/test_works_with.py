@@ -1,4 +1,4 @@
-"""What works around models that ranks share: transforms of their reference, anomaly mode, threads."""
+"""Tools around models that ranks share: transforms of their reference, anomaly mode, threads."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_the_model_itself_in_transforms_and_with_other_parameters() -> None:
 
 @on_ranks
 def test_anomaly_mode() -> None:
-    """It names the step that gave NaN; PyTorch's own look at DTensors is refused in words."""
+    """Errors name the step that gave NaN; PyTorch's own look at DTensors is refused in words."""
     model, x = cut(), data().requires_grad_()
     with torch.autograd.set_detect_anomaly(True), pytest.warns(UserWarning, match="Error detected in SegmentFunction"):
         with pytest.raises(RuntimeError, match="step '.*' of te_fuser's backward gave NaN"):

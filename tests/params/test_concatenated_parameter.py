@@ -188,7 +188,7 @@ def test_what_cannot_be_joined() -> None:
 
 
 def test_a_state_dict_shares_memory_and_each_part_has_a_storage_of_its_own() -> None:
-    """What writes files takes a buffer for the memory of one tensor; what goes on with it sees the parameters."""
+    """Writers of files take a storage for one tensor's memory; writes into the state dict reach the parameters."""
     owner = ops.Together()
     owner.a, owner.b = (torch.nn.Parameter(torch.randn(n, 3)) for n in (2, 4))
     owner.keep_together("a", "b")
@@ -291,7 +291,7 @@ def test_what_is_joined_is_known_again() -> None:
 
 @pytest.mark.parametrize("segments", [1, 2])
 def test_backward_keeps_no_copy_of_what_lies_apart(segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fully_shard takes apart behind forward is not held by a copy; it is joined again."""
+    """Parts that fully_shard takes apart after forward are not held by a copy; they are joined again."""
     if segments > 1:
         monkeypatch.setattr(segmenting, "SEGMENT_BYTES", 1)
         monkeypatch.setattr(segmenting, "WORTH_A_NODE", 0)

@@ -1,4 +1,4 @@
-"""What autograd sees of parameters that are joined without a copy: the parts alone, each at its time."""
+"""Parameters joined without a copy, as autograd sees them: the parts alone, each at its time."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_zeros_for_some() -> None:
 @pytest.mark.parametrize("has", [True, False])
 @pytest.mark.parametrize("verify", [True, False])
 def test_frozen_parts(has: bool, verify: bool) -> None:
-    """They need no main_grad, and one that is there stays as it is."""
+    """Frozen parts need no main_grad, and one that is there stays as it is."""
     m, x = Projection(), normal(3, IN).float().requires_grad_()
     m.verify = verify
     dx, *dw = wanted(m, x)

@@ -1,4 +1,4 @@
-"""What plans, reasons and kernels come out for a corpus of models is what is written down.
+"""Plans, reasons and kernels of a corpus of models equal those written down.
 
 A change that means to change them runs `python -m tests.plans` and shows the difference in its commit.
 """

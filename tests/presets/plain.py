@@ -57,7 +57,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 @dataclass
 class Call:
-    """What a call gives beside x: `hidden` and `bias` broadcast to [B, H, S, K], angles are [B or 1, 1, S, D]."""
+    """Inputs of a call beside x: `hidden` and `bias` broadcast to [B, H, S, K], angles are [B or 1, 1, S, D]."""
 
     hidden: torch.Tensor | None = None
     angles: Any = None
@@ -157,7 +157,7 @@ def split(packed: torch.Tensor, counts: list[int], groups: int, size: int, inter
 
 
 def attention(mha: Any, x: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a MultiheadAttention gives for x [B, S, F], and what its norm gives, or x."""
+    """Output of a MultiheadAttention for x [B, S, F], and that of its norm, or x."""
     first, said = mha.first, mha.common
     size, heads, groups = mha.channels, mha.num_attention_heads, mha.num_gqa_groups
     h = x
@@ -185,7 +185,7 @@ def attention(mha: Any, x: torch.Tensor, call: Call) -> tuple[torch.Tensor, torc
 
 
 def mlp(part: Any, x: torch.Tensor, said: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a LayerNormMLP gives for x, and what its norm gives."""
+    """Output of a LayerNormMLP for x, and that of its norm."""
     h = norm(x, said, part.layer_norm_weight, getattr(part, "layer_norm_bias", None), said.layernorm_epsilon)
     projected = linear(h, part.fc1_weight, getattr(part, "fc1_bias", None))
     between = activated(said.activation, projected, **(part.activation_params or {}))
@@ -193,7 +193,7 @@ def mlp(part: Any, x: torch.Tensor, said: Any) -> tuple[torch.Tensor, torch.Tens
 
 
 def layer(preset: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
-    """What a TransformerLayer without dropout gives for x [B, S, F]."""
+    """Output of a TransformerLayer without dropout for x [B, S, F]."""
     said = preset.common
     to_norm = said.apply_residual_connection_post_layernorm
     out, h = attention(preset.self_attention, x, call)

@@ -1,4 +1,4 @@
-"""What presets with heads share: sizes that are planned ahead, with masks and what cross attention reads."""
+"""Common parts of presets with heads: sizes that are planned ahead, with masks and inputs of cross attention."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ CASES: dict[str, tuple[Any, torch.Tensor, dict[str, Any]]] = {
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What was planned, and loaded, for which kernels are compiled."""
+    """Records of plans made, and of plans loaded, for which kernels are compiled."""
     found: list[str] = []
     make_plan, load = pipeline.make_plan, pipeline.load
     monkeypatch.setattr(pipeline, "make_plan", lambda *args: found.append("planned") or make_plan(*args))
@@ -90,7 +90,7 @@ def test_one_of_the_two_or_a_group_that_comes_later_plans_nothing(planned: list[
 
 
 def test_hooks_for_all_modules() -> None:
-    """They make every op a part by itself: there is no plan to be made ahead."""
+    """Hooks for all modules make every op a part by itself: there is no plan to be made ahead."""
     hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
         made = ahead()

@@ -1,4 +1,4 @@
-"""What a call gives in plain PyTorch, and how it is planned: for every call that forward takes."""
+"""Reference of a call in plain PyTorch, and its plan: for every call that forward takes."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_look_takes_what_a_call_takes_and_shows_what_runs(
 
 
 def test_twice_differentiated() -> None:
-    """What the fused calls refuse: a gradient of a gradient, of a call with a mask."""
+    """The reference gives what fused calls refuse: a gradient of a gradient, of a call with a mask."""
     made, x = layer(self_attn_mask_type="padding"), tensor(S, B, F)
     (dx,) = torch.autograd.grad(made.reference(x, PAD).sum(), x, create_graph=True)
     (ddx,) = torch.autograd.grad(dx.square().sum(), x)

@@ -59,7 +59,7 @@ def test_a_forward_of_its_own_is_not_passed_over(part: str) -> None:
 
 
 def test_another_module_in_place_of_one_that_adds_to_main_grad() -> None:
-    """It cannot be told to write over it."""
+    """The module cannot be told to write over main_grad."""
     made, x = layer(fuse_wgrad_accumulation=True, fuse_qkv_params=True), tensor(5, 2, F)
     for p in made.parameters():
         p.main_grad = torch.zeros_like(p)

@@ -150,7 +150,7 @@ def test_masks_of_padding_go_by_structure_on_a_gpu(kind: str) -> None:
 
 
 def given_for(kind: str, keys: int) -> tuple[torch.Tensor | None, Any]:
-    """What is hidden, and the mask that says it beside the type."""
+    """Hidden positions, and the mask that says them beside the type."""
     corner = "bottom_right" if kind.endswith("bottom_right") else "top_left"
     hidden = causal(S, keys, corner) if "causal" in kind else torch.zeros(1, 1, S, keys, dtype=torch.bool)
     if kind == "arbitrary":

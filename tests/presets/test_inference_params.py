@@ -261,7 +261,7 @@ def test_steps_without_a_sequence_or_its_caches() -> None:
 
 @pytest.mark.parametrize("steps", [True, False])
 def test_two_attentions_of_one_number_in_a_step(steps: bool) -> None:
-    """They would write over each other's keys; one attention may run again, as before it is captured."""
+    """Two attentions would write over each other's keys; one attention may run again, as before it is captured."""
     x, params = tensor(2, 2, F, grad=False), Params(2, L)
     both = layer(layer_number=1), layer(layer_number=1)
     if steps:

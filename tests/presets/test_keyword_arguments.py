@@ -134,7 +134,7 @@ def test_warnings_stand_at_the_callers_line_and_have_a_reason() -> None:
 
 
 def test_signature_of_a_subclass_is_its_own() -> None:
-    """That of a preset stands in public.txt: help() shows it, and what asks for `device` finds it."""
+    """Signatures of presets stand in public.txt: help() shows them, and code that asks for `device` finds it."""
 
     class Small(te_fuser.Linear):
         def __init__(self, features: int) -> None:

@@ -147,7 +147,7 @@ def meaning(m: Any, x: torch.Tensor, activation: str = "gelu") -> tuple[torch.Te
 
 
 def test_checkpoints_with_and_without_fc1_bias() -> None:
-    """Whether FC1 had a bias beside an FC2 without one, a strict load gives the function that was saved."""
+    """Strict loads give the function that was saved, with or without a bias of FC1 beside an FC2 that has none."""
     x = tensor(3, HIDDEN)
     with_it, without = mlp(bias=False, fc1_bias=True), mlp(bias=False)
     fresh = mlp(bias=False)

@@ -89,7 +89,7 @@ def test_norms_of_heads(norm: str) -> None:
 
 
 def test_attributes_and_names_that_scripts_ask_for() -> None:
-    """Those of Transformer Engine's modules, whatever their values are."""
+    """Names are those of Transformer Engine's modules, whatever their values are."""
     plain_one = attention()
     assert plain_one.q_norm is plain_one.k_norm is plain_one.core_attention.softmax_offset is None
     assert plain_one.qk_norm_before_rope is False and te_fuser.InferenceParams(2, 8).is_paged is False
@@ -152,7 +152,7 @@ def test_samples(kind: str, keywords: dict[str, Any]) -> None:
 
 
 def sequences_of(offsets: torch.Tensor, lengths: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Which sequence a token is of; -1: of none."""
+    """Sequence that each token is of; -1: of none."""
     found = torch.full((tokens,), -1)
     for n, (begin, length) in enumerate(zip(offsets.tolist(), lengths.tolist(), strict=False)):
         found[begin : begin + length] = n

@@ -170,7 +170,7 @@ def test_checkpoints_copies_and_pickles() -> None:
 
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_a_weight_assigned_to_a_split_layer(interleaved: bool) -> None:
-    """It is read as that of a layer with fuse_qkv_params, in every kind of call."""
+    """The weight is read as that of a layer with fuse_qkv_params, in every kind of call."""
     made, x = layer(qkv_weight_interleaved=interleaved), tensor(S, B, F)
     made(x), made(x, window_size=(1, 0))
     fused = layer(fuse_qkv_params=True, qkv_weight_interleaved=interleaved)

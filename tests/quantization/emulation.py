@@ -20,7 +20,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 @dataclass
 class Tensor:
-    """What is kept of one tensor of a product."""
+    """State of one tensor of a product."""
 
     dtype: torch.dtype
     scale: float = 1.0
@@ -28,7 +28,7 @@ class Tensor:
     history: list[float] = field(default_factory=list)
 
     def rounded(self, x: torch.Tensor, scale: float, record: bool) -> torch.Tensor:
-        """What x stands for in 8 bits, float32."""
+        """Values of x rounded to 8 bits, float32."""
         if record and x.numel():
             self.seen = max(self.seen, x.detach().abs().max().item())
         largest = torch.finfo(self.dtype).max

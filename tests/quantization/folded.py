@@ -1,4 +1,4 @@
-"""What the tests of folding share: a product that has a state, what it recorded, a step."""
+"""Helpers for tests of folding: a product that has a state, its records, a step."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ ON_GPUS: dict[tuple[str, Recipe], str] = {
 
 @pytest.mark.parametrize("case", ON_GPUS, ids=lambda case: f"{case[0]}-{type(case[1]).__name__}")
 def test_plans_for_a_gpu_say_what_that_does(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it has such products, refuses them, or emulates them."""
+    """Notes say that the GPU has such products, refuses them, or emulates them."""
     (name, recipe), why = case, ON_GPUS[case]
     model, x = te.Sequential(ops.Linear(128, 128)).to(torch.bfloat16), torch.randn(16, 128).bfloat16()
 

@@ -148,7 +148,7 @@ def test_late_backwards_and_retained_graphs(recipe: Recipe) -> None:
 def test_a_backward_that_raises_leaves_no_amax_to_the_next(
     error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It raises behind the pass that finds the amax of a gradient, before the step that makes a scale of it."""
+    """The error comes behind the pass that finds a gradient's amax, before the step that makes a scale of it."""
     model, x, fails = mlp(), data().requires_grad_(), [False]
     of_torch = quantizers.scale_by_torch
 

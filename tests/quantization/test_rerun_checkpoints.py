@@ -81,7 +81,7 @@ def trained_by(m: Any, x: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_region_inside_of_what_runs_again(way: str) -> None:
-    """It folds when it runs first, and not again."""
+    """The region folds when it runs first, and not again."""
     m, x, found = model(), torch.randn(8, 16, requires_grad=True), []
 
     def inside(x: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 class Stream:
-    """Whether what runs is captured; and the capture of PyTorch's, which calls its module again at each replay."""
+    """Stand-in for a stream's capture, and for PyTorch's, which calls its module again at each replay."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.captures = False

@@ -175,7 +175,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
 
 @pytest.fixture
 def by_kernel(emulated: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    """What is folded on the CPU is folded by the kernel, as on a GPU; in blocks of the test's own."""
+    """Fold on the CPU by the kernel, as on a GPU; in blocks of the test's own."""
     monkeypatch.setattr("te_fuser.quantization.state._blocks", [])
     monkeypatch.setattr(scale_update, "has_kernel", lambda device: device.type == "cpu")
     return emulated
@@ -235,7 +235,7 @@ def test_one_launch_a_fold_and_where_things_lie_is_told_once(by_kernel: FakeDriv
 def test_numbers_are_written_in_place_where_nobody_holds_them(
     by_kernel: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a graph has saved, a view or somebody else holds, stays as it was, and calls find others."""
+    """Numbers that a graph has saved, a view or somebody else holds, stay as they were, and calls find others."""
     monkeypatch.setattr(scale_update, "_threads", set())
     model, x = te.Sequential(ops.MatMul(16, 16), ops.MatMul(16, 16)), torch.randn(4, 16, requires_grad=True)
     state = state_of(model[0])
@@ -266,7 +266,7 @@ def test_numbers_are_written_in_place_where_nobody_holds_them(
 
 
 def test_regions_whose_recipes_keep_nothing_fold_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a call recorded, once; what a late backward left is folded at the next region that may read it."""
+    """Records of a call are folded once; those of a late backward at the next region that may read them."""
     model, x = te.Sequential(ops.MatMul(16, 16)), torch.randn(4, 16, requires_grad=True)
     folds = []
     monkeypatch.setattr(scale_update, "update", lambda: folds.append(update()))
@@ -290,7 +290,7 @@ def test_regions_whose_recipes_keep_nothing_fold_what_there_is(monkeypatch: pyte
 
 @needs_compiler
 def test_what_a_fold_calls_does_not_grow_with_products(by_kernel: FakeDriver) -> None:
-    """Where nothing changed, Python goes through blocks; through products it goes in one loop, for what they read."""
+    """Python's calls grow with blocks where nothing changed; one loop passes all products, for what they read."""
 
     def calls(model: Any) -> int:
         step(model, torch.randn(4, 16))

@@ -104,7 +104,7 @@ def test_what_is_taken_inside_of_a_region_goes_on_as_the_model_does(name: str, w
 
 @pytest.mark.parametrize("name", MODELS)
 def test_evaluation_has_it_and_trains_on(name: str) -> None:
-    """What an evaluation folds is a step of its own, which the next one raises not."""
+    """Evaluation folds the saved amaxes as a step of their own, which the next step does not raise."""
     model, saved = saved_in_a_region(name)
     twin = loaded(saved, name)
     for m in (model, twin):
@@ -165,7 +165,7 @@ def test_it_waits_for_a_region_that_keeps_amaxes() -> None:
 
 
 def test_checkpoints_without_scales_or_without_metadata_load() -> None:
-    """What is a plain dict has the scales that calls had; without them nothing comes of the rest."""
+    """A plain dict loads the scales that calls had; without scales other records are ignored."""
     _, saved = saved_in_a_region()
     twin = loaded(dict(saved.items()))
     evaluated(twin)
@@ -184,7 +184,7 @@ def test_checkpoints_without_scales_or_without_metadata_load() -> None:
 
 @pytest.mark.parametrize("around", ["fake", "grad", "vmap"])
 def test_saved_where_pytorch_transforms(around: str) -> None:
-    """It comes along all the same, and no number is asked of a stand-in."""
+    """Records are saved there, too, and no number is asked of a stand-in."""
     model = made()
     step(model, 2.0)
     found: list[Any] = []

@@ -1,4 +1,4 @@
-"""What is kept of a product: buffers, scales, slots; copies, moves, checkpoints."""
+"""State of a product: buffers, scales, slots; copies, moves, checkpoints."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_they_are_refused_of_modules_of_torch_nn_too() -> None:
 
 
 def test_what_each_call_asks_of_states_is_one_loop() -> None:
-    """It calls no function for each of them; buffers that somebody put are seen, whichever product's they are."""
+    """Checks call no function for each state; buffers that a user put are seen, whichever product's they are."""
 
     def calls(states: list[Any]) -> int:
         found, asked = list[str](), ReadyCheck(states, records=True)

@@ -229,7 +229,7 @@ def test_other_shapes(name: str, shape: tuple[int, ...]) -> None:
 
 
 def test_other_dtypes() -> None:
-    """What a conversion has rounded is taken from before it; what somebody gives in 16 bits is meant so."""
+    """Numbers that a conversion has rounded are restored; numbers given in 16 bits are taken as given."""
     model = some_steps()
     twin, given = coarse(model)
     rounded = {name: t.bfloat16() for name, t in given.items()}

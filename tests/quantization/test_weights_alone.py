@@ -59,7 +59,7 @@ def dequantized(narrow: Any, wide: Any) -> Any:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_values_of_weights_that_take_a_byte_for_each_number(name: str) -> None:
-    """Those of the wide model with what 8 bits stand for, whose own quantization then changes next to nothing."""
+    """Results are near the wide model's with dequantized weights, which its own quantization hardly changes."""
     narrow, wide = made(name)
     x = data(6, 2, F)
     y, twin = run(narrow, x), dequantized(narrow, wide)
@@ -119,7 +119,7 @@ def test_saved_and_loaded(name: str) -> None:
 
 
 def test_a_checkpoint_of_training_brings_its_scales() -> None:
-    """Those of inputs; weights get their own."""
+    """Scales of inputs are loaded; weights get their own."""
     _, wide = made("LayerNormMLP")
     for k in range(3):
         with te.autocast(recipe=RECIPE):
@@ -139,7 +139,7 @@ def test_a_checkpoint_of_training_brings_its_scales() -> None:
 
 @pytest.mark.parametrize("convert", ["bfloat16", "half", "to"])
 def test_converted(convert: str) -> None:
-    """What is wide follows, weights stay in 8 bits."""
+    """Parameters in wide dtypes follow, weights stay in 8 bits."""
     narrow, _ = made("TransformerLayer")
     x = data(6, 2, F)
     y = run(narrow, x)

@@ -301,7 +301,7 @@ def test_false_before_any_true_is_said_once() -> None:
 
 
 def test_plans_keep_nothing() -> None:
-    """Who plans or explains changes nothing that calls read, and says which weights are kept."""
+    """Planning and explaining change nothing that calls read, and say which weights are kept."""
     model = made("LayerNormMLP")
     for first in (True, False):
         with on():

@@ -44,7 +44,7 @@ class Plain(ops.UnfusedOperation):
 
 @sharding_rule(RowByRow())
 class ByRow(Plain):
-    """The same with one."""
+    """Plain with a rule."""
 
 
 class ByRowToo(ByRow):
@@ -66,11 +66,11 @@ class Block(ShardingRule[Any]):
 
 @sharding_rule(Block())
 class InBlocks(Plain):
-    """The same, on a part of the features."""
+    """Plain on a block of the features."""
 
 
 class Summed(ShardingRule[Any]):
-    """What the op makes of terms is added up."""
+    """Rule for an op that is run on terms, whose results are added up."""
 
     def group(self, op: Any) -> ops.Group:
         return op.ranks
@@ -90,7 +90,7 @@ class Summed(ShardingRule[Any]):
 
 @sharding_rule(Summed())
 class OfTerms(Plain):
-    """The same on a term of a sum, by the ranks that it says."""
+    """Plain on a term of a sum, by the ranks that it says."""
 
     ranks = TP
 

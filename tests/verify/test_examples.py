@@ -41,7 +41,7 @@ def made(kind: type[FusableOperation], features: int, **changed: Any) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_an_op_of_every_class(kind: type[FusableOperation]) -> None:
-    """It takes so many features, names only what is free, and draws from the generator that it gets alone."""
+    """The op takes so many features, names only free names, and draws from its given generator alone."""
     before = torch.get_rng_state()
     first, second = made(kind, 48), made(kind, 48)
     assert torch.equal(torch.get_rng_state(), before)

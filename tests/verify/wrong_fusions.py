@@ -53,7 +53,7 @@ def summed(dx: Tensor) -> Tensor:
 
 
 def rows_of(t: Tensor) -> int:
-    """How many rows it has."""
+    """Number of rows."""
     return t.numel() // t.shape[-1]
 
 
@@ -123,7 +123,7 @@ def clears_what_it_read(m: Any, dy: Tensor) -> Any:
 
 @forward("write", "input: was changed|changed its input 'input'")
 def clamps_its_input(m: Any, x: Tensor) -> Tensor:
-    """Which does nothing the second time."""
+    """In-place clamp, which does nothing the second time."""
     x.clamp_(-1.0, 1.0)
     return bias_silu(m, x)
 

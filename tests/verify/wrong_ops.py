@@ -29,7 +29,7 @@ class WrongFactor(Cube):
 
 
 class ReadsTheGlobal(Cube):
-    """What backward reads is that of the last call."""
+    """Op whose backward reads the input of the last call."""
 
     def op_forward(self, call: OpCall, x: Tensor) -> Tensor:
         self.__dict__["last"] = x.detach()

@@ -48,5 +48,5 @@ def of_libraries() -> list[str]:
 
 
 def of_torch() -> list[str]:
-    """The same for each version of PyTorch."""
+    """Test files for each version of PyTorch."""
     return [str(p.relative_to(ROOT)) for pattern in TORCH for p in sorted(ROOT.glob(pattern))]

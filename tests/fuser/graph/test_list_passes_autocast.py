@@ -148,7 +148,7 @@ def test_parameters_in_another_half_precision(dtype, bias):
 
 @pytest.mark.parametrize("kind", [ops.LayerNorm, ops.RMSNorm])
 def test_norms_in_half_precision_under_cuda_autocast(kind):
-    """They run in float32, and read their parameters as they are."""
+    """Norms run in float32, and read their parameters as they are."""
     model = te_fuser.Sequential(ops.Linear(64, 64), kind(64)).to(torch.bfloat16)
     x = torch.empty(32, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
     with autocast_on_cuda():
@@ -180,7 +180,7 @@ class Mixing(ops.UnfusedOperation):
 
 @autocast_policy("lower")
 class Lower(Mixing):
-    """The same with one."""
+    """Mixing with the policy "lower"."""
 
 
 class Heir(Lower):

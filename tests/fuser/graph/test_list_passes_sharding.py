@@ -1,4 +1,4 @@
-"""What each rank has of every value of a list: sums of gradients that follow, and what is refused, in words."""
+"""Placements of a list's values on ranks: sums of gradients that follow, and the words of refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What surrounds calls: a kind of it that nobody in the fuser knows changes lists, and is noticed where it changes."""
+"""Contexts of calls: a kind that the fuser does not know changes lists, and a change of it is noticed."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from te_fuser.fuser.plan.cover_steps import _over_ranks
 
 
 def test_groups_of_one_title_are_under_way_apart() -> None:
-    """Those of two meshes, whose parameters one op has first: each waits for its own."""
+    """Groups of two meshes, whose parameters one op has first: each waits for its own."""
     problem: Any = SimpleNamespace(nodes=[SimpleNamespace(index=0, parameters={"weight": 0, "bias": 1})])
     prices: Any = SimpleNamespace(problem=problem, step=lambda name, covers, *made: made[:2])
     found: list[Ref] = []

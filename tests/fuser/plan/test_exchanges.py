@@ -55,7 +55,7 @@ def names(plan: Plan, direction: str) -> list[str]:
 
 
 def why(plan: Plan) -> set[str]:
-    """What is said of exchanges that are no step with a product, or do not go by copies."""
+    """Reasons of exchanges that are no step with a product, or do not go by copies."""
     return {r.reason for r in plan.refusals if r.name == fusions.PEER_COPIES}
 
 
@@ -84,7 +84,7 @@ def test_what_is_gathered_is_there_for_the_gradient_of_the_weight() -> None:
 
 
 def test_what_is_gathered_again_starts_and_waits_by_copies() -> None:
-    """Where this rank's part alone is kept; nothing is said of it."""
+    """Forward keeps this rank's part alone, and no refusal is noted."""
     plan = planned(memory="balanced")
     (forward,) = (s for s in plan.forward if s.name == "gather_matmul")
     assert [name for name, _ in forward.outputs] == ["output"] and not why(plan)
@@ -124,7 +124,7 @@ def test_a_kernel_adds_up_what_ranks_have_sent(ranks: int) -> None:
 
 
 def test_a_kernel_that_gives_gradients_of_parameters_alone_reads_the_parts_before_they_are_given_back() -> None:
-    """It could run later, beside what is sent, if nothing were behind it."""
+    """The kernel could run later, beside what is sent, if nothing were behind it."""
     norm = ops.LayerNorm(FEATURES, dtype=torch.bfloat16, device="meta")
     model = te_fuser.Sequential(norm, *[*shared()][1:], memory="balanced")
     x = torch.empty(4096, FEATURES, dtype=torch.bfloat16, device="meta")

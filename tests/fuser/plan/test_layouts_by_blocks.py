@@ -1,4 +1,4 @@
-"""What a generated kernel makes and a product reads by blocks: where plans hand it over so, and nothing changes."""
+"""Values that a generated kernel stores and a product reads by blocks: plans choose it, and no result changes."""
 
 from __future__ import annotations
 

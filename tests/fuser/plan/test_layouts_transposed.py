@@ -91,7 +91,7 @@ def test_nothing_is_stored_that_nobody_reads(rows: int, features: int, memory: s
 
 
 def test_one_layout_is_kept() -> None:
-    """What backward reads of a factor, and not its rows beside it: no bytes more than without."""
+    """Backward's layout of a factor is kept, and not its rows beside it: no bytes more than without."""
     with torch.device("meta"):
         model = te.TransformerLayer(4096, 16384, 32, params_dtype=BF16)
     x = torch.empty(2048, 4, 4096, dtype=BF16, device="meta", requires_grad=True)

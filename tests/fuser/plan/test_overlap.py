@@ -70,7 +70,7 @@ def plan_of(
     made: Callable[[float], list[te_fuser.Residual]] = seed_branches,
     recipe: Recipe | None = None,
 ) -> Plan:
-    """That of layers for an H200, 8192 tokens, whose products and exchanges are steps apart."""
+    """Plan of layers for an H200, 8192 tokens, whose products and exchanges are steps apart."""
     with torch.device("meta"):
         branches = [branch for _ in range(layers) for branch in made(dropout)]
         model = te_fuser.Sequential(*(shared(b, ranks) if ranks > 1 else b for b in branches), memory=memory)
@@ -83,7 +83,7 @@ def plan_of(
 
 @functools.cache
 def tied_plan(ranks: int, memory: str) -> Plan:
-    """That of two MLPs that share their weights, whose gradients are sums of terms."""
+    """Plan of two MLPs that share their weights, whose gradients are sums of terms."""
     with torch.device("meta"):
         branch = shared(mlp_branch(1024, BF16, 0.0), ranks)
         products = list(branch.children())[1:]
@@ -179,7 +179,7 @@ def test_every_order_can_run(memory: str, ranks: int, tied: bool) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_free_steps_behind_any_start(tied: bool) -> None:
-    """They run behind what they read, and before others that read what they make, whatever start is asked for."""
+    """Free steps run after their inputs are made, and before their readers, whatever start is asked for."""
     plan = tied_plan(2, "fast") if tied else plan_of(2, "lean", 2)
     for segment in plan.segments:
         parts = overlap._StepsByFreedom.of(segment.backward, H200)
@@ -195,7 +195,7 @@ def test_free_steps_behind_any_start(tied: bool) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("memory", ["balanced", "lean"])
 def test_ranks_keep_their_parts(memory: str, ranks: int) -> None:
-    """What a rank keeps is its part of what one GPU keeps; what it gathers again, for gradients of weights alone."""
+    """Ranks keep their part of one GPU's kept values; they gather others again, for gradients of weights alone."""
     alone, plan = plan_of(1, memory), plan_of(ranks, memory)
     assert plan.kept_bytes() <= 1.03 * alone.kept_bytes() / ranks
     assert not [k for k in plan.kept if k.name == "all_gather.output"]
@@ -324,7 +324,7 @@ def _filled(steps: Sequence[Step]) -> bool:
 
 
 def test_peaks_count_what_is_held() -> None:
-    """What a gradient of weights reads is there until it ran, what is gathered from its start on."""
+    """Inputs of a weight's gradient are held until it ran, gathered ones from the gather's start on."""
     plan = plan_of(2, "fast", 2)
     segment, graph = plan.segments[1], plan.graph.rounded()
     order = overlap._Order(segment, H200, lambda ref: ref.bytes(graph))

@@ -84,7 +84,7 @@ def pairs(plan_steps: tuple[Step, ...]) -> dict[str, tuple[tuple[str, str], ...]
 
 
 def without(model: Sequential, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """What `run` gives by plans that overwrite nothing."""
+    """Results of `run` by plans that overwrite nothing."""
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "PLAN_PASSES", {n: p for n, p in pipeline.PLAN_PASSES.items() if n != "overwrite"})
         other = mlp(*list(model)[4:])
@@ -94,14 +94,14 @@ def without(model: Sequential, monkeypatch: pytest.MonkeyPatch) -> list[torch.Te
 
 
 def made_in(work: Callable[[], object]) -> int:
-    """How many tensors some work allocates."""
+    """Number of tensors that some work allocates."""
     with Memory(failing=-1) as memory:
         work()
     return memory.count
 
 
 def spared(model: Sequential) -> int:
-    """How many tensors fewer backward makes where the graph is not kept."""
+    """Number of tensors fewer that backward makes where the graph is not kept."""
     x = x_of()
 
     def count(**options: Any) -> int:
@@ -295,7 +295,7 @@ def test_hooks_for_saved_tensors_see_none_change(name: str, ours: None) -> None:
 
 
 def test_hooks_of_single_saved_tensors_see_none_change(ours: None) -> None:
-    """They come after forward, which knows nothing of them; what they give out may be another library's memory."""
+    """Hooks come after forward, which knows nothing of them; their results may be another library's memory."""
     model, x, seen = mlp(ops.LayerNorm(WIDTH)), x_of(), []  # type: ignore[var-annotated]
     once = run(model)
     y = model(x)
@@ -373,7 +373,7 @@ def test_what_comes_from_outside_or_hooks_saw_is_left_as_it_was(ours: None) -> N
 
 
 def test_two_segments(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one segment makes and the next alone keeps is overwritten; what both keep, or a caller gets, is not."""
+    """A value of one segment that the next alone keeps is overwritten; one that both keep, or a caller gets, is not."""
     gated = ops.Linear(WIDTH, 2 * HIDDEN, bias=False)
     parts = [gated, ops.SwiGLU(), ops.Linear(HIDDEN, WIDTH, bias=False), ops.LayerNorm(WIDTH)]
     model = mlp(*parts)

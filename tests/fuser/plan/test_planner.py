@@ -267,13 +267,13 @@ def test_budgets():
 
 
 def test_budgets_see_sizes_on_the_grid():
-    """What 5 to 8 rows keep is what fits with 8; what is shown is of the rows that there are."""
+    """Budgets for 5 to 8 rows are counted with 8; tables show the rows that there are."""
     plans = {rows: mlp(memory=2100).plan(tensor(rows, 8)) for rows in (4, 5, 7, 8)}
     assert {rows: plan.kept_bytes() for rows, plan in plans.items()} == {4: 4 * 320, 5: 5 * 256, 7: 7 * 256, 8: 8 * 256}
 
 
 def test_a_backward_fusion_decides_what_is_kept():
-    """It reads the output, so the input of its ops need not stay; without it the input stays."""
+    """A fusion that reads the output spares its ops' input; without it the input is kept."""
 
     @te_fuser.fusion(backward=[ops.SReLU], reads=["output"], name="by_output", cost=lambda m: Cost(seconds=0.0))
     def by_output(m, dy):

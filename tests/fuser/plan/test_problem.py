@@ -1,4 +1,4 @@
-"""Where fusions fit: the runs of ops that fused operations stand for, and nothing else."""
+"""Places of fusions: the runs of ops that fused operations stand for, and nothing else."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def kernel() -> Fusion:
 
 
 def places(pattern, *listed: ops.FusableOperation) -> list[tuple[int, int]]:
-    """Where a pattern fits in a list of elementary ops."""
+    """Places (start, stop) of a pattern in a list of elementary ops."""
     entry = te_fuser.fusion(forward=pattern, name="probe", details=Details(registered=False))(lambda m, x: x)
     with fusions.only(entry):
         model, whole = sequential(*listed), te_fuser.fuser.plan.problem.find_matches

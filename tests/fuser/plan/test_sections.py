@@ -106,7 +106,7 @@ def test_the_plan_is_that_of_the_whole_list(name: str, memory: Any, monkeypatch:
 
 
 def _asked(layers: int, monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
-    """How often planning looks for candidates and ways of a section, asks what an op gives, and computes a formula."""
+    """Counts of what planning asks: candidates and ways of a section, what an op gives, computed formulas."""
     found: collections.Counter[str] = collections.Counter()
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,7 +163,7 @@ def test_a_fusion_chooses_once_for_all_that_are_alike_unless_it_sees_a_parameter
 
 
 def _calls(layers: int, device: str) -> int:
-    """How many functions planning calls, Python's and native ones, where no kernel was derived before."""
+    """Number of functions that planning calls, Python's and native ones, where no kernel was derived before."""
     model, count = _model(layers), 0
 
     def counted(frame: object, event: str, argument: object) -> None:

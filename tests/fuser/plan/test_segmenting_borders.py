@@ -1,4 +1,4 @@
-"""Where kernels end so that a segment may: where ranks sum gradients while others are computed."""
+"""Ends of kernels that let a segment end: where ranks sum gradients while others are computed."""
 
 from __future__ import annotations
 

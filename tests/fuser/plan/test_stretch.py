@@ -50,7 +50,7 @@ def test_the_feature_that_is_picked_is_one_of_those_that_are_read(seed: int, kin
 
 
 class Levelled(ops.RowOp):
-    """What x becomes is m for every feature, and a sum of it is m times their number."""
+    """Row op that replaces x by m for every feature; its sum over features is m times their number."""
 
     inputs = {"m": ops.NamedInput("m", Axes.ROWS)}
 

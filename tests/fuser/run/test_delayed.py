@@ -245,7 +245,7 @@ def test_what_only_measures_leaves_nothing() -> None:
 @pytest.mark.parametrize("kernels", ["reference", "auto"])
 @pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling()])
 def test_a_region_of_fp8(recipe: Recipe, kernels: str) -> None:
-    """What backward has in 8 bits waits so, with the scales of then."""
+    """Tensors that backward has in 8 bits wait as they are, with the scales of then."""
     model, twin = (
         te_fuser.Sequential(
             ops.LayerNorm(32), ops.Linear(32, 64, **o), ops.GELU(), ops.Linear(64, 32, **o), kernels=kernels

@@ -176,7 +176,7 @@ X = torch.randn(3, WIDTH)
 
 
 def function_of(model: Sequential, x: torch.Tensor, **inputs: Any) -> Callable[..., torch.Tensor] | None:
-    """What calls like these run by; the second call is known by the first."""
+    """Function by which calls like these run; the second call is known by the first."""
     first, again = model(x, **inputs), model(x, **inputs)
     torch.testing.assert_close(again, first)
     (part,) = model._prepared()
@@ -233,7 +233,7 @@ def test_gradients_that_come_are_seen() -> None:
 
 
 def test_a_list_that_changed_is_seen_by_the_calls_that_are_known() -> None:
-    """What a list is made of belongs to what its plan's calls are known by."""
+    """Known calls notice a new hook, a new op and a removed one."""
     model, seen = linear(), list[torch.Tensor]()
     with torch.no_grad():
         model(X), model(X)

@@ -1,4 +1,4 @@
-"""Which target runs row kernels where, and what is said when generated kernels cannot be had."""
+"""Targets of row kernels by device, and the words where generated kernels cannot be had."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_an_op_that_gives_another_shape_than_it_declares(forward, last, kernels)
 
 
 def assert_other_steps_are_not_looked_at(model):
-    """What runs later has nothing around it: an honest op runs by the plan that the lie was found in."""
+    """Later calls are not watched: an honest op runs by the plan that the lie was found in."""
     lying = next(op for op in model if isinstance(op, Lying))
     lying.honest[0] = 2
     called(model, X)()

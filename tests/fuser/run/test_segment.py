@@ -132,7 +132,7 @@ def test_an_output_before_any_parameter_takes_no_gradient():
 
 
 def test_hooks_on_saved_tensors_see_everything():
-    """What they hand back is what backward computes with, and nothing else survives the forward pass."""
+    """Backward computes with the hooks' results, and nothing else survives the forward pass."""
     model = block()
     _, want = wanted(model)
     packed: list[torch.Tensor] = []

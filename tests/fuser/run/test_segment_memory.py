@@ -1,4 +1,4 @@
-"""What a call holds, and memory that runs out in the middle of one: nothing stays behind, the next call is right."""
+"""Memory of a call, also when it runs out in the middle: nothing stays behind, the next call is right."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Memory(TorchDispatchMode):
 
 @pytest.fixture(params=["generated", "reference", "emulated"])
 def kernels(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """How the model runs: generated C++, PyTorch's operations, CUDA kernels on the CPU."""
+    """Ways to run the model: generated C++, PyTorch's operations, CUDA kernels on the CPU."""
     with contextlib.ExitStack() as stack:
         if request.param != "reference" and CXX is None:
             pytest.skip("needs a C++ compiler")

@@ -94,7 +94,7 @@ def test_without_details_a_layer_fits_a_screen(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_direction_without_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes no room from the ops' names, and a forward that runs nothing is not a backward that is missing."""
+    """An empty direction takes no room from ops' names; a forward that runs nothing is no missing backward."""
     monkeypatch.setenv("COLUMNS", "100")
     with torch.no_grad():
         lines = str(mlp().explain(sample(), measure=True)).splitlines()
@@ -139,7 +139,7 @@ def test_without_an_input_it_says_what_to_do() -> None:
 
 
 def test_which_dimension_is_which_is_told_with_its_size() -> None:
-    """Where a layout or a packing could be misread; equal ones once."""
+    """Layouts and packings that could be misread are printed; equal ones once."""
 
     def block(**layout: Any) -> te_fuser.Residual:
         return te_fuser.Residual(

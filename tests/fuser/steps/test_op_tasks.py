@@ -195,7 +195,7 @@ def test_an_input_of_whole_numbers(verify: bool) -> None:
 
 
 class Later(Pair):
-    """The same, started in one step and waited for in another."""
+    """Pair that starts in one step and is waited for in another."""
 
     def op_forward(self, call: OpCall, x: torch.Tensor) -> Any:
         return 2 * x, 3 * x

@@ -92,7 +92,7 @@ def test_a_kernel_in_several_places_has_the_rows_of_the_largest() -> None:
 
 
 def test_measured_schedules_are_looked_up_by_the_rows_of_each_kernel(driver: FakeDriver, tmp_path: Path) -> None:
-    """Where a model changes its rows, a kernel takes neither the model's class of rows nor loses its own."""
+    """Kernels of a model that changes its rows take the schedule of their own rows, not of the model's."""
     model, x = reshaped(), source()
     d = kernels_of(model.plan(x))["rms_norm_fwd"]
     _, own, other = variants(d)[:3]

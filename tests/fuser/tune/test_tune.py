@@ -219,7 +219,7 @@ def test_other_random_numbers_are_not_compared(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_behind_other_random_numbers_the_rest_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is tried after another mask was taken is compared with that one."""
+    """Trials after another mask was taken are compared with results of that one."""
     model, x = attention_of_other_masks(ops.GELU())
     wrong_gelu(forward=True)
     clock(monkeypatch, lambda: 0.5)

@@ -1,4 +1,4 @@
-"""What tests on several GPUs share: where they run, layers, and how near results have to be."""
+"""Helpers for tests on several GPUs: devices, meshes, layers, and tolerances of results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def by_nccl() -> bool:
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    """The same on all ranks."""
+    """Normally distributed numbers, equal on all ranks."""
     generator = torch.Generator(device()).manual_seed(seed)
     return torch.randn(shape, generator=generator, device=device(), dtype=torch.bfloat16)
 
@@ -43,7 +43,7 @@ def batch(seed: int = 0) -> torch.Tensor:
 
 
 def own(whole: torch.Tensor, dim: int = 0, ranks: DeviceMesh | None = None) -> torch.Tensor:
-    """This rank's block, among all or these."""
+    """Block of this rank, among all or these."""
     count, rank = (dist.get_world_size(), dist.get_rank()) if ranks is None else (ranks.size(), ranks.get_local_rank())
     return whole.chunk(count, dim)[rank]
 

@@ -1,4 +1,4 @@
-"""What is under way between ranks while other steps run: held where it lies, so that results are as one by one."""
+"""Transfers that are under way while other steps run: their memory is held, so results are as one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks measure and verify together: the first one's clock decides, and results stay."""
+"""Measuring and verifying on ranks together: the first one's clock decides, and results stay."""
 
 from __future__ import annotations
 

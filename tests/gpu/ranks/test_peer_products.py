@@ -41,7 +41,7 @@ def place() -> torch.device:
 
 
 def moved(by: Transport, kind: str, x: torch.Tensor) -> torch.Tensor:
-    """What an exchange gives."""
+    """Result of an exchange."""
     ranks = world().size
     rows = x.shape[0] * ranks if kind == "gather" else x.shape[0] // ranks if kind == "scatter" else x.shape[0]
     made = x.new_full((rows, *x.shape[1:]), torch.nan)

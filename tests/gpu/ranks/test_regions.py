@@ -111,7 +111,7 @@ def assert_near_states(m: Any, twin: Any) -> None:
 @pytest.mark.parametrize("by", RECIPES)
 @on_ranks
 def test_replays_are_calls(by: str) -> None:
-    """Those of a graph that was captured in a region: they record, and ranks agree on it where one is entered."""
+    """Replays of a graph captured in a region are calls: they record, and ranks agree on it where one is entered."""
     if not by_nccl():
         return
     recipe = RECIPES[by]

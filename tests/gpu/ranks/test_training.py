@@ -60,7 +60,7 @@ def test_memory_stays_as_it_is_over_many_steps(how: str) -> None:
 
 @on_ranks
 def test_checkpoints(tmp_path: Path) -> None:
-    """What goes on from what was saved goes on as if nothing had been."""
+    """Training resumed from a checkpoint goes on as if nothing had been."""
 
     def train(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[torch.Tensor]:
         losses = []

@@ -1,4 +1,4 @@
-"""What rows are blanked is tested on, with and without a GPU: sides, and what becomes of each row, in plain Python."""
+"""Cases for blanked rows, with and without a GPU: sides, and what becomes of each row, in plain Python."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CASES: Mapping[str, Blanks] = {
 
 
 def wrong(side: Side, n: int, longest: int | None) -> bool:
-    """Whether sequence n cannot be as the side says."""
+    """True if sequence n cannot be as the side says."""
     begin, end = (0, side.positions) if side.offsets is None else side.offsets[n : n + 2].tolist()
     length = end - begin if side.lengths is None else int(side.lengths[n])
     bounded = longest is not None and side.offsets is not None
@@ -48,7 +48,7 @@ def wrong(side: Side, n: int, longest: int | None) -> bool:
 
 
 def seen(side: Side, n: int) -> int:
-    """How many rows of sequence n there are."""
+    """Number of rows of sequence n."""
     if side.lengths is not None:
         return int(side.lengths[n])
     return side.positions if side.offsets is None else int(side.offsets[n + 1] - side.offsets[n])

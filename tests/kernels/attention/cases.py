@@ -1,4 +1,4 @@
-"""What attention is tested on: ops with inputs, masks, problems, and both ways to compute one."""
+"""Cases for attention: ops with inputs, masks, problems, and both ways to compute one."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def by_op(op, x, dy, mask=None):
 
 
 def by_provider(provider, op, x, dy, mask=None):
-    """The same by a provider."""
+    """Output and gradient of x by a provider."""
     settings = op.settings()
     given = {"input": x, "attention_mask": mask}
     y, saved = provider.forward(settings, given)

@@ -15,6 +15,6 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 def row_kernels() -> Iterator[TextKernel[Any]]:
-    """Those that blank rows, find tokens and move them."""
+    """Kernels that blank rows, find tokens and move them."""
     yield FindTokens()
     yield from (kind(dtype) for kind in (BlankRows, MoveRows) for dtype in DTYPES)

@@ -116,7 +116,7 @@ def by_op(op: ops.DotProductAttention, tensors: Tensors, dy: torch.Tensor) -> Te
 
 @torch.no_grad()
 def by_provider(provider: object, op: ops.DotProductAttention, tensors: Tensors, dy: torch.Tensor) -> Tensors:
-    """The same by a provider."""
+    """Output and all gradients by a provider."""
     sink = {} if op.sink is None else {"sink": op.sink.detach()}
     known = {**tensors, **sink}
     y, saved = provider.forward(op.settings(), known)

@@ -88,13 +88,13 @@ CASES: dict[str, tuple[Any, float, ops.DotProductAttention, structured.Tensors]]
 
 @pytest.fixture
 def called() -> Iterator[dict[str, Any]]:
-    """What each provider calls, in place."""
+    """Fakes of the functions that each provider calls, in place."""
     with told.in_place() as found:
         yield found
 
 
 def refused_by_the_front_end(op: ops.DotProductAttention, tensors: structured.Tensors, name: str) -> bool:
-    """Whether a plan for an H200 has a reason against it, which is the right one."""
+    """True if a plan for an H200 has a reason against it, which is the right one."""
     x, key = tensors["input"], tensors.get("key")
     keys = None if key is None else op.packed.lengths(key.shape)[1]
     spec = Spec(tuple(x.shape), torch.bfloat16, torch.device("cuda"))

@@ -1,4 +1,4 @@
-"""How packed heads become what a kernel takes, and what comes back the op's output and gradient."""
+"""Packed heads as a kernel takes them, and its results as the op's output and gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What providers call that are told the structure, in its place on the CPU: operators of PyTorch, and packages."""
+"""Stand-ins on the CPU for the operators and packages of providers that are told the mask's structure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kernels of sequences of several lengths compute, in PyTorch, one sequence after the other.
+"""Kernels of sequences of several lengths, in PyTorch, one sequence after the other.
 
 They count from the last query and the last key, and leave alone what is in no sequence: here that stays NaN.
 """
@@ -13,7 +13,7 @@ import torch
 
 @dataclass(frozen=True)
 class Kernel:
-    """How scores are made.
+    """Rules by which scores are computed.
 
     `window` is (left, right), None or a negative number for no bound; `blind` is the lse of a query that sees nothing.
     """
@@ -77,7 +77,7 @@ def _wide(*tensors):
 
 @dataclass(frozen=True)
 class Spans:
-    """Which rows of q [B, S, H, D] or [T, H, D] and of k are one sequence."""
+    """Rows of q [B, S, H, D] or [T, H, D] and of k that are one sequence."""
 
     tokens: bool
     offsets: torch.Tensor | None = None

@@ -1,4 +1,4 @@
-"""What tests of cuBLASLt's products share: a library that computes on the CPU, and a GPU that is made up."""
+"""Fixtures of cuBLASLt's products: a library that computes on the CPU, and a GPU that is made up."""
 
 from __future__ import annotations
 

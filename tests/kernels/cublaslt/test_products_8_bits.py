@@ -111,7 +111,7 @@ def test_scales_of_blocks(cublaslt: FakeCublasLt, sizes: tuple[int, int, int], s
 
 
 def test_factors_as_they_lie(cublaslt: FakeCublasLt) -> None:
-    """Where the GPU takes them so: dx of dy and W, dW of dy and x, all by rows; any number of tokens."""
+    """GPUs that read both by rows: dx of dy and W, dW of dy and x; any number of tokens."""
     cublaslt.any_layout = 1
     tokens, features, out = 13, 32, 48
     x, w = numbers(tokens, features, dtype=E4M3, seed=0), numbers(out, features, dtype=E4M3, seed=1)

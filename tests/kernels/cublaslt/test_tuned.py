@@ -37,7 +37,7 @@ def run_wide() -> None:
 
 
 def run_narrow(fast: bool = True) -> None:
-    """The same of 8 bits, or by the product that sums in float32."""
+    """Product x W^T of 8 bits; without `fast` by the one that sums in float32."""
     products.product_of(products.form_of_8("plain", E4M3, E4M3, F32, fast))((X8, W8, ONE, ONE, OUT))
 
 

@@ -71,14 +71,14 @@ class Times:
 
 
 def algorithms_of(library: FakeCublasLt, call: Callable[[], None]) -> list[int]:
-    """Which algorithms a call runs."""
+    """Algorithms that a call runs."""
     library.by_algorithm[:] = [0] * 4
     call()
     return [k for k in range(4) for _ in range(library.by_algorithm[k])]
 
 
 def kept() -> list[str]:
-    """What is on disk for the two problems."""
+    """Entries on disk for the two problems."""
     return [str(found_for(p.form, p.problem)) for p in sorted(places_of(model), key=str, reverse=True)]
 
 
@@ -314,7 +314,7 @@ def test_what_ran_before_in_the_process_changes_nothing(monkeypatch: pytest.Monk
 
 
 def test_a_wrong_algorithm_is_refused(library: FakeCublasLt, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it computes does not say how far apart right results may be."""
+    """The wrong results do not widen the tolerance that they are judged by."""
 
     def given(run: Callable[[], None]) -> torch.Tensor:
         before = library.by_algorithm[3]

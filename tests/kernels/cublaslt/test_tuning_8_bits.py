@@ -61,7 +61,7 @@ def run(fast: bool = True) -> None:
 
 
 def ran(cublaslt: FakeCublasLt, call: Any) -> list[int]:
-    """Which algorithms a call runs, numbered from 1."""
+    """Algorithms that a call runs, numbered from 1."""
     cublaslt.by_algorithm[:] = [0] * 4
     call()
     return [k for k in range(4) for _ in range(cublaslt.by_algorithm[k])]

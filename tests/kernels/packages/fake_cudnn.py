@@ -81,7 +81,7 @@ class Graph:
         return list(self.made)
 
     def _chosen(self, choices):
-        """What hides beside a causal mask."""
+        """Alignment of the diagonal, and both bounds of its band."""
         if choices.pop("use_padding_mask", False):
             for name in ("seq_len_q", "seq_len_kv"):
                 self.read[name] = choices.pop(name)
@@ -200,7 +200,7 @@ class Graph:
         self._compute({t.uid: self._memory(at, t) for at, t in zip(addresses, described, strict=True)})
 
     def _memory(self, address, described):
-        """What begins at an address."""
+        """Tensor over the memory that begins at an address."""
         exact = self.types_of["io"] == "DOUBLE" and described.data_type == "FLOAT"  # of float64 in tests
         dtype = torch.float64 if exact else DTYPES[described.data_type]
         reach = 1 + sum((n - 1) * step for n, step in zip(described.dim, described.stride, strict=True))

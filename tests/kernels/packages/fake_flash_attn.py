@@ -19,14 +19,14 @@ VERSION = "4.0.0b36"
 
 
 def check_layout(tensor, shape):
-    """What its kernels need: that shape, features side by side, strides and address in steps of 16 bytes."""
+    """Needs of its kernels: that shape, features side by side, strides and address in steps of 16 bytes."""
     step = 16 // tensor.element_size()
     assert tensor.shape == shape and tensor.stride(-1) == 1 and 0 not in tensor.stride()
     assert all(stride % step == 0 for stride in tensor.stride()[:-1]) and tensor.data_ptr() % 16 == 0
 
 
 def any_of(tensors):
-    """Whether one is given; they are whole numbers of 32 bits, side by side."""
+    """True if one is given; they are whole numbers of 32 bits, side by side."""
     given = [t for t in tensors if t is not None]
     assert all(t.dtype == torch.int32 and t.is_contiguous() and t.dim() == 1 for t in given)
     return bool(given)

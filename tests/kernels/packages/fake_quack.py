@@ -21,7 +21,7 @@ MULTIPLE = 8  # elements of bfloat16 in 16 bytes
 
 
 def check_layout(name, matrix, shape):
-    """What its loads and stores need: that shape, one stride of 1, the other and the address in steps of 16 bytes."""
+    """Needs of its loads and stores: that shape, one stride of 1, the other and the address in steps of 16 bytes."""
     assert matrix.shape == shape, f"{name} is {list(matrix.shape)}, not {list(shape)}"
     along, across = sorted(range(2), key=lambda k: (matrix.stride(k), -matrix.shape[k]))
     assert matrix.stride(along) == 1 and not matrix.shape[along] % MULTIPLE, name
@@ -58,7 +58,7 @@ def dswiglu(x, y, dout):
 
 @dataclasses.dataclass(frozen=True)
 class GemmConfig:
-    """How a product is cut into tiles."""
+    """Tiles of a product."""
 
     tile_m: int
     tile_n: int
@@ -96,7 +96,7 @@ class EpiPlan:
 
 
 def forms_of(tensors):
-    """What a plan is made for."""
+    """Forms of the tensors that a plan is made for."""
     return {name: None if t is None else (t.dtype, t.shape, t.stride()) for name, t in tensors.items()}
 
 

@@ -21,7 +21,7 @@ TILES = {"tile_M": 128, "tile_N": 208, "cluster_M": 2, "cluster_N": 1, "pingpong
 
 
 def check_layout(name, matrix, shape):
-    """What its loads and stores need: rows side by side, each and the first element in steps of 16 bytes."""
+    """Needs of its loads and stores: rows side by side, each and the first element in steps of 16 bytes."""
     assert matrix.shape == shape and matrix.stride(1) == 1, f"{name} is {list(matrix.shape)}, {matrix.stride()}"
     step = matrix.stride(0) * matrix.element_size()
     assert matrix.stride(0) >= shape[1] and not step % 16 and not matrix.data_ptr() % 16, name

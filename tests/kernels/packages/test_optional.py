@@ -1,4 +1,4 @@
-"""What optional packages have in common: versions, functions that changed, first runs; none is imported unasked."""
+"""Common parts of optional packages: versions, functions that changed, first runs; none is imported unasked."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ SIZES = (((1,), 64, 64), ((3, 7), 136, 72), ((), 16, 24), ((129,), 8, 48), ((0, 
 
 
 def results(x, w, b, dy, h, wide):
-    """What each product gives, and what is right."""
+    """Calls of each product, with the exact results."""
     exact = x @ w.t() + b
     dh, *others = gradients(dy, w, h)
     return (
@@ -111,7 +111,7 @@ def test_bfloat16_is_rounded_once_and_the_sum_is_in_float32(package):
 
 
 def aligned(t):
-    """The same numbers in rows of a wider tensor that loads can still read."""
+    """Rows of a wider tensor with equal numbers, which loads can still read."""
     return torch.cat((t, t[..., :8]), -1)[..., : t.shape[-1]] if t.dim() > 1 else t
 
 
@@ -125,7 +125,7 @@ def is_inside(part, whole):
 
 
 def reads(package):
-    """What the last call read, by its names here."""
+    """Tensors that the last call read, by their names here."""
     name, given = package.calls[-1]
     if name == "gelu_of_sum":
         return {"x": given["A"], "w": given["B"], "b": given["bias"]}
