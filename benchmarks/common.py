@@ -40,7 +40,7 @@ _PATIENCE = 3
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure.
+    """Length of a measurement.
 
     Attributes:
         rounds: how often each rival has its turn.
@@ -63,7 +63,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a contest gave.
+    """Result of a contest.
 
     Attributes:
         timings: by rival.
@@ -232,7 +232,7 @@ def _processor() -> str:
 
 
 def command_line() -> str:
-    """How this program was called."""
+    """Command line of this program."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
     program = ["-m", module.name.removesuffix(".__main__")] if module else sys.argv[:1]
     return without_folders(" ".join(["python", *program, *sys.argv[1:]]))

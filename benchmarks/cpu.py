@@ -93,7 +93,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """How it is called in tables and records."""
+        """Name in tables and records."""
         return f"{self.family.name} {self.tokens}x{self.hidden} {SHORT_NAMES[self.dtype]} {self.direction}"
 
 
@@ -213,7 +213,7 @@ def write_docs(records: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def record_path() -> Path:
-    """Where this machine's record lies."""
+    """Path of this machine's record."""
     at = machine()
     words = re.findall(r"[a-z0-9]+", f"{at['processor']} {at['threads']} threads".lower())
     return RESULTS / f"cpu-{'-'.join(words)}.json"

@@ -1,4 +1,4 @@
-"""What is measured: models of te_fuser's ops, each beside its twin of torch.nn as people write it."""
+"""Models that are measured: of te_fuser's ops, each beside its twin of torch.nn as people write it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Rival:
             leaf.grad = None
 
     def runner(self, direction: str) -> Callable[[], Any]:
-        """What a direction calls."""
+        """Function that a direction calls."""
         return {"forward": self.forward, "forward+backward": self.forward_and_backward}[direction]
 
     def like(self, model: nn.Module) -> Rival:
@@ -75,7 +75,7 @@ class Rival:
         return Rival(model, self.x, self.named, self.dy, (self.x, *self.named.values(), *model.parameters()))
 
     def again(self) -> Rival:
-        """The same model with other inputs of the same shapes."""
+        """Rival with the model and other inputs of equal shapes."""
         x, *named = (torch.randn_like(t).requires_grad_() for t in (self.x, *self.named.values()))
         one = isinstance(self.dy, torch.Tensor)
         dy = torch.randn_like(self.dy) if one else tuple(map(torch.randn_like, self.dy))  # type: ignore[arg-type]

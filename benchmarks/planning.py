@@ -1,4 +1,4 @@
-"""What planning takes a core: one GPT layer and a list of them, kernels derived anew and known from before."""
+"""Time that planning takes a core: one GPT layer and a list of them, kernels derived anew and known from before."""
 
 from __future__ import annotations
 

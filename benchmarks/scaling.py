@@ -1,4 +1,4 @@
-"""What a training step would take on 8 to 10,000 GPUs, by the records that there are, and which dp x tp to take.
+"""Predict the time of a training step on 8 to 10,000 GPUs from the records, and choose dp x tp.
 
 python -m benchmarks.scaling                              # a table, and where each number is from
 python -m benchmarks.scaling --gpus 64 --tokens 1048576   # other numbers of GPUs, other batches
@@ -71,7 +71,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained: layers, and tokens of all replicas in a step."""
+    """Training to predict: layers, and tokens of all replicas in a step."""
 
     layers: int = 32
     tokens: int = 4 * 1024 * 1024
@@ -155,7 +155,7 @@ def predict(facts: Facts, job: Job, dp: int, tp: int, wrapper: str) -> Predictio
 
 
 def largest_micro_batch(facts: Facts, job: Job, dp: int, tp: int, wrapper: str, own: int) -> int:
-    """How many of a replica's sequences run at once: as many as memory takes; 0 where there is no room for one."""
+    """Number of a replica's sequences that run at once: as many as memory takes; 0 where there is no room for one."""
     over = tp * (dp if wrapper == FSDP else 1)
     free = MEMORY - job.layers * PARAMETERS * BYTES_A_PARAMETER / over
     a_sequence = job.layers * facts.kept * SEQUENCE / TOKENS / tp
@@ -172,7 +172,7 @@ def ways(facts: Facts, job: Job, gpus: int) -> list[Prediction]:
 
 
 def facts_of(folder: Path = RESULTS, network: float = 40e9) -> Facts:
-    """What the records of H200s say, and where there is none what was measured before.
+    """Numbers in the records of H200s, and earlier measurements where there is none.
 
     Args:
         network: bytes a second that a GPU sends to another machine; no record has it.

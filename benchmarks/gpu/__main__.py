@@ -69,7 +69,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def bench_for(chosen: argparse.Namespace) -> Bench:
-    """What the command line asks for.
+    """Bench for the command line's options.
 
     Raises:
         SystemExit: without a GPU.

@@ -90,7 +90,7 @@ class Line:
 
 
 def cases(s: Sizes) -> Iterator[Case]:
-    """What is compared, references first."""
+    """Cases that are compared, references first."""
     whole, first = (s.batch, s.positions), (s.positions, s.batch)
     tokens = (s.batch * s.positions,)
     full = [s.positions] * s.batch
@@ -139,7 +139,7 @@ def model_of(case: Case, s: Sizes, device: torch.device) -> tuple[te_fuser.Seque
 
 
 def steps_of(case: Case, s: Sizes, device: torch.device, provider: str) -> Iterator[tuple[str, str, Step]]:
-    """What is timed, by direction, and the plan's steps.
+    """Steps that are timed, by direction, and the plan's steps.
 
     Raises:
         Refused: with a provider's reason where it says no.

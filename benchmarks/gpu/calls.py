@@ -1,4 +1,4 @@
-"""What one call of attention, and one of quack's products, costs the host: until it returns, the GPU goes on by itself.
+"""Cost for the host of one call of attention, and of quack's products: until it returns; the GPU goes on by itself.
 
 python -m benchmarks.gpu.calls               # some three minutes, most of it packages that compile; prints a table
 python -m benchmarks.gpu.calls --profile     # also where in Python the time of each call goes

@@ -78,7 +78,7 @@ _COPIED = 128 * _MIB  # read, and as many written
 
 @dataclass(frozen=True)
 class Way:
-    """How a model runs: by a recipe or in its own precision; with weights kept in 8 bits; what backward keeps."""
+    """Way to run a model: by a recipe or in its own precision; with weights kept in 8 bits; what backward keeps."""
 
     recipe: Recipe | None = None
     keeps: bool = False
@@ -94,7 +94,7 @@ RECIPES: dict[str, dict[str, Way]] = {
 
 
 def goals_of(case: str) -> tuple[Goal, ...]:
-    """What is to be reached on an H200."""
+    """Goals on an H200."""
     if not case.startswith("layer"):
         beside = Goal("over_own_products", 1.13, FP8), Goal("over_own_products", 1.10, KEPT)
         return *beside, *(Goal("over_transformer_engine", 0.96, way) for way in (FP8, KEPT))
@@ -142,20 +142,20 @@ class Step:
         self.forward().backward(self.dy)
 
     def bytes_beside(self) -> float | None:
-        """What the plan moves beside products and attention; None where no plan says it."""
+        """Bytes that the plan moves beside products and attention; None where no plan says it."""
         with self._region(False if self.way.keeps else None):
             plans = self.model.explain(self.x).plans  # type: ignore[operator]
         costs = [step.cost for plan in plans for step in (*plan.forward, *plan.backward)]
         return sum(cost.apart if cost.flops else cost.read + cost.written for cost in costs)
 
     def apart(self) -> list[torch.Tensor]:
-        """What counts not as kept for backward."""
+        """Tensors that do not count as kept for backward."""
         kept = [t for w in products_of(self.model).values() for t in state_of(w).kept.values()]
         return [*self.model.parameters(), *kept]
 
 
 class RivalStep(Step):
-    """The same of Transformer Engine's module, in a region of its own."""
+    """Step of Transformer Engine's module, in a region of its own."""
 
     def __init__(self, model: torch.nn.Module, x: torch.Tensor) -> None:
         super().__init__(model, x, Way())
@@ -166,7 +166,7 @@ class RivalStep(Step):
             yield
 
     def bytes_beside(self) -> None:
-        """It has no plan."""
+        """None: the module has no plan."""
 
 
 def rivals(case: str, hidden: int, x: torch.Tensor, card: Card) -> tuple[dict[str, RivalStep], dict[str, str]]:
@@ -227,7 +227,7 @@ def _beyond(step: Step, card: Card) -> dict[str, Any]:
 
 
 def _as_copies(step: Step, trace: Trace) -> dict[str, float]:
-    """How long plain copies of what the plan moves beside its products take, and what the step would be with them."""
+    """Time of plain copies of all bytes that the plan moves beside its products, and the step's time with them."""
     moved = step.bytes_beside()
     if moved is None:
         return {}

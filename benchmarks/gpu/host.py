@@ -1,4 +1,4 @@
-"""What a call costs the host on a GPU machine, and what one generated kernel costs in its place between two products.
+"""Cost of a call for the host on a GPU machine, and of one generated kernel in its place between two products.
 
 python -m benchmarks.gpu.host             # some two minutes; prints a table
 python -m benchmarks.gpu.host --quick     # fewer rounds

@@ -148,7 +148,7 @@ class Rotation:
         ]
 
     def results(self) -> list[torch.Tensor]:
-        """What the first set's outputs hold."""
+        """Outputs of the first set."""
         return [t.float() for t in self.sets[0][1]]
 
     def poison(self) -> None:

@@ -76,7 +76,7 @@ USUAL = 20.0
 
 
 class Missing(Exception):
-    """What a part needs is not here; the message says what to do."""
+    """Missing requirement of a part; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Part:
 
 @dataclass
 class Counts:
-    """What came of a part.
+    """Result of a part.
 
     Attributes:
         failures: the tests that failed, as pytest takes them.
@@ -107,12 +107,12 @@ class Counts:
 
     @property
     def good(self) -> bool:
-        """Whether something ran and all of it passed."""
+        """True if something ran and all of it passed."""
         return self.passed > 0 and not self.failed and not self.problems
 
     @property
     def absent(self) -> bool:
-        """Whether nothing ran, for want of an optional package alone."""
+        """True if nothing ran, for want of an optional package alone."""
         return bool(self.left_out) and not (self.passed or self.failed or self.problems)
 
 
@@ -191,7 +191,7 @@ def ended(command: Sequence[str], tool: str | None, limit: float = LIMIT) -> int
 
 
 def prefix(tool: str | None) -> list[str]:
-    """What stands before the command.
+    """Words before the command.
 
     Raises:
         Missing: when the sanitizer is not installed.
@@ -239,7 +239,7 @@ def _not_installed(cases: Sequence[ElementTree.Element]) -> list[str]:
 
 
 def problems(part: Part, status: int, counts: Counts) -> list[str]:
-    """What is wrong beside failed tests."""
+    """Problems beside failed tests."""
     if status == FOUND_ERRORS:
         return [f"{part.tool} found errors: they stand above"]
     if not (counts.passed or counts.failed or counts.left_out):
@@ -281,7 +281,7 @@ def table_of(found: Mapping[str, Counts]) -> Table:
 
 
 def _remarks(counts: Counts) -> list[str]:
-    """What failed, what was left out and what else is wrong."""
+    """Lines on failed tests, those left out, and other problems."""
     found = counts.failures[:SHOWN]
     more = len(counts.failures) - len(found)
     found += [f"and {more} more: the record names them"] if more else []

@@ -1,4 +1,4 @@
-"""Where, how big and how long the benchmark measures: what each part is given."""
+"""Settings of the benchmark for each part: device, sizes, and length of measurements."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ TOY = Scale(
 
 @dataclass(frozen=True)
 class Bench:
-    """Where, how big and how long to measure; `tune`: whether models may measure their choices first."""
+    """Device, sizes and length of measurements; `tune`: models may measure their choices first."""
 
     card: Card
     scale: Scale = field(default_factory=Scale)
@@ -63,7 +63,7 @@ class Bench:
 
     @property
     def device(self) -> torch.device:
-        """Where."""
+        """Device of the card."""
         return self.card.device
 
     @property

@@ -13,7 +13,7 @@ CHILD_LIMIT = 280  # seconds of a child process: a part ends within five minutes
 
 
 def output_of(command: Sequence[str], **more: str) -> str:
-    """What a Python command prints.
+    """Output of a Python command.
 
     Args:
         more: of its environment.

@@ -1,4 +1,4 @@
-"""Who takes part in a case: te_fuser, eager PyTorch, torch.compile, and other libraries where they are installed."""
+"""Contenders of a case: te_fuser, eager PyTorch, torch.compile, and other libraries where they are installed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.models import Pair, Rival, rivals
 
 @dataclass
 class Entrants:
-    """Who takes part, and who could not: a rival that fails must not take the others' numbers along."""
+    """Contenders, and those left out: a rival that fails must not take the others' numbers along."""
 
     bench: Bench
     found: dict[str, Rival]

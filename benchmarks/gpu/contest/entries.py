@@ -37,7 +37,7 @@ _LONGEST_REASON = 500
 
 
 def memory_of(rival: Rival, card: Card) -> dict[str, Any]:
-    """What a step keeps for backward, and its peak where there is a GPU."""
+    """Bytes that a step keeps for backward, and its peak where there is a GPU."""
     rival.clear()
     peak = peak_bytes(rival.forward_and_backward, card)
     rival.clear()

@@ -1,4 +1,4 @@
-"""What is to be reached on an H200, as numbers of an entry, and whether it was."""
+"""Goals on an H200, as numbers of an entry, and the judgement of whether they were met."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Goal:
     at_least: bool = False
 
     def judge(self, contenders: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
-        """What was found and whether it is good enough; None where that was not measured."""
+        """Number found and its judgement; None where it was not measured."""
         found = contenders.get(self.contender, {}).get(self.key)
         if found is None:
             return None

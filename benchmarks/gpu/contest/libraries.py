@@ -85,7 +85,7 @@ def fp8_region() -> contextlib.AbstractContextManager[None]:
 
 
 def _is_there(package: str) -> bool:
-    """Whether it is installed, found without running any of it."""
+    """True if the package is installed, found without running any of it."""
     return importlib.util.find_spec(package.partition(".")[0]) is not None
 
 

@@ -34,7 +34,7 @@ _NAME_LENGTH = 100  # of a kernel in a record: the libraries' are long, and diff
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure.
+    """Length of a measurement.
 
     Attributes:
         rounds: how often each contender has its block.
@@ -74,12 +74,12 @@ class Card:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether it has streams, graphs, events and a memory of its own."""
+        """True if the card has streams, graphs, events and a memory of its own."""
         return self.device.type == "cuda"
 
     @property
     def name(self) -> str:
-        """What the vendor calls it."""
+        """Vendor's name of the card."""
         return torch.cuda.get_device_name(self.device) if self.is_gpu else "CPU"
 
     def synchronize(self) -> None:
@@ -111,7 +111,7 @@ class Card:
         return {**dict(zip(query, map(str.strip, answer.split(",")), strict=True)), "energy": self.energy_source()}
 
     def energy_source(self) -> str:
-        """Where the numbers on energy come from, or why there are none."""
+        """Source of the numbers on energy, or why there are none."""
         return self._nvml.source if self._nvml else "no energy counter: not a GPU"
 
 
@@ -192,7 +192,7 @@ class Result:
         return found
 
     def over(self, other: Result) -> float:
-        """This one's time over another's: the median over the rounds, whose blocks lie near each other in time."""
+        """Ratio of times to another's: the median over the rounds, whose blocks lie near each other in time."""
         return statistics.median(a.seconds / b.seconds for a, b in zip(self.blocks, other.blocks, strict=True))
 
 
@@ -217,7 +217,7 @@ def contest(steps: Mapping[str, Step], effort: Effort, card: Card) -> dict[str, 
 
 
 def calls_in_a_block(step: Step, effort: Effort, card: Card) -> int:
-    """How many calls a block takes; the first ones have been made then."""
+    """Number of calls that fill a block; the first ones have been made then."""
     for _ in range(_FIRST_CALLS):
         step()
     seconds = turn_seconds(step, _CALLS_TO_ESTIMATE if effort.block else 1, card.synchronize)
@@ -249,7 +249,7 @@ _ANY = "kernel_cutlass"  # so CuTe's compiler begins the name of any kernel, a n
 
 @dataclass(frozen=True)
 class Trace:
-    """What one call put on the GPU, seen by the profiler; times in seconds.
+    """Work of one call on the GPU, seen by the profiler; times in seconds.
 
     Attributes:
         kernels: kernels and copies together.
@@ -346,7 +346,7 @@ def _order(names: Sequence[str], repeats: int) -> tuple[str, ...]:
 
 
 def kind_of(name: str) -> str:
-    """Whose kernel it is, by its name; attention first, since its libraries' names may hold a product's."""
+    """Kind of a kernel, by its name; attention first, since its libraries' names may hold a product's."""
     kinds = (("attention", _ATTENTION), ("products", _PRODUCTS))
     return next((kind for kind, parts in kinds if any(part in name.removeprefix(_ANY) for part in parts)), "rest")
 
@@ -382,6 +382,6 @@ def kept_bytes(forward: Callable[[], object], apart: Sequence[torch.Tensor]) -> 
 
 
 def _own(t: torch.Tensor) -> torch.Tensor:
-    """This process's part of a tensor that several share, which may be under way."""
+    """Part that this process has of a shared tensor, which may be under way."""
     t = t._local_tensor if isinstance(t, DTensor) else t
     return t.wait() if isinstance(t, AsyncCollectiveTensor) else t

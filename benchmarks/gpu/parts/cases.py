@@ -100,7 +100,7 @@ def _model_rivals(bench: Bench, case: Case) -> Entrants:
 
 
 def optional_fusions(model: Any, x: torch.Tensor, **named: torch.Tensor) -> set[str]:
-    """Those of a model's plan that optional packages bring."""
+    """Steps of a model's plan that optional packages bring."""
     plan = model.plan(x, **named)
     return {step.name for step in (*plan.forward, *plan.backward)}.intersection(OPTIONAL)
 

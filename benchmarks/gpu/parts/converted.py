@@ -114,7 +114,7 @@ def _converted(original: Any, bench: Bench) -> Any:
 
 
 def _entry(bench: Bench, case: Case, models: Mapping[str, Any], left_out: Mapping[str, str]) -> Entry:
-    """Who takes part in a case, side by side; who fails is left out."""
+    """Contenders of a case, side by side; those that fail are left out."""
     torch.manual_seed(0)
     ids = torch.randint(_WORDS, (case.samples, bench.scale.positions), device=bench.device)
     steps, left_out = dict[str, Step](), dict(left_out)

@@ -54,7 +54,7 @@ class Heads:
 
 
 def work_of(model: nn.Module, shape: Sequence[int]) -> list[Product | Heads]:
-    """What a model of torch.nn multiplies and attends to, in its order, for an input of this shape."""
+    """Products and attention of a model of torch.nn, in its order, for an input of this shape."""
     found: list[Product | Heads] = []
     for module in model.modules():
         if isinstance(module, nn.Linear):

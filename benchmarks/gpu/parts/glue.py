@@ -18,7 +18,7 @@ from benchmarks.models import Builder, Rival
 
 @dataclass(frozen=True)
 class Stretch:
-    """What stands between products.
+    """Ops between products.
 
     Attributes:
         units: tensors of [tokens, hidden] that must be moved at the least, forward and forward + backward.
@@ -42,7 +42,7 @@ _NORM_GOALS = Goal("ms", 0.075), Goal("ms", 0.19)
 
 
 def stretches(scale: Scale) -> tuple[Stretch, ...]:
-    """Those of a layer."""
+    """Stretches of a layer."""
     t, h = scale.tokens, scale.hidden
     return (
         Stretch("LayerNorm", models.layer_norm, scale.norms, h, (2, 5), at_least(3800)),

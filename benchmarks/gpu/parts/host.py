@@ -21,7 +21,7 @@ HOST_TOKENS, HOST_HIDDEN = 16, 256
 
 
 def host(bench: Bench) -> Iterator[Entry]:
-    """What a call costs: so few numbers that only the host counts."""
+    """Cost of a call with so few numbers that only the host counts."""
     rows = (("LayerNorm + Linear + GELU + Linear", models.four_ops, 0.55), ("Linear alone", models.linear, 1.0))
     # A processor's clock goes up and down within seconds; blocks in turn then see the same one.
     effort = no_longer(bench.effort, SHORT).in_shorter_blocks(5)
@@ -69,7 +69,7 @@ class _Idle(torch.nn.Module):
 
 
 def idle(eager: Rival) -> Rival:
-    """What a call costs at least that goes through one autograd node written in Python."""
+    """Least cost of a call that goes through one autograd node written in Python."""
     return replace(eager, model=_Idle(eager.model, eager.forward()))
 
 

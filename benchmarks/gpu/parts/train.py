@@ -35,7 +35,7 @@ def train(bench: Bench) -> Iterator[Entry]:
 
 
 def train_exact(bench: Bench) -> Iterator[Entry]:
-    """The same without dropout: only rounding tells the two apart; and the twin from nudged weights, as a measure."""
+    """Training without dropout: only rounding tells the two apart; and the twin from nudged weights, as a measure."""
     arguments = (*bench.scale.train, "--dropout", "0", "--steps", str(bench.scale.exact_steps), "--nudge")
     entry = _trained(bench, arguments, (OURS, TWIN, NUDGED))
     entry["goals"] = judged((Goal("difference_over_noise", WITHIN_NOISE),), entry)
@@ -43,7 +43,7 @@ def train_exact(bench: Bench) -> Iterator[Entry]:
 
 
 def train_fp8(bench: Bench) -> Iterator[Entry]:
-    """The same in FP8 by delayed scaling and in bfloat16: same seed, batches and masks."""
+    """Training in FP8 by delayed scaling and in bfloat16: same seed, batches and masks."""
     steps = ("--steps", str(bench.scale.train_steps), "--validations", str(EVALUATIONS))
     arguments = (*bench.scale.train, "--dtype", "bfloat16", *steps)
     runs = {OURS: _run(bench, (*arguments, "--precision", "fp8")), IN_BFLOAT16: _run(bench, arguments)}
@@ -80,7 +80,7 @@ def _run(bench: Bench, arguments: Sequence[str]) -> tuple[dict[str, Any], list[d
 
 
 def _about(summary: Mapping[str, Any], rows: Sequence[Mapping[str, str]]) -> Entry:
-    """What an entry says of a run."""
+    """Settings of a run in its entry."""
     return {
         "settings": {name: value for name, value in summary["settings"].items() if name != "text"},
         "bigram_loss": summary["bigram_loss"],

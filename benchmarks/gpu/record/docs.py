@@ -53,7 +53,7 @@ def _section(part: Data) -> str:
 
 
 def _effort(part: Data) -> str:
-    """How long it was measured, for a contest; other parts run once. A part may have fewer rounds than asked for."""
+    """Rounds and blocks of a contest; other parts run once. A part may have fewer rounds than asked for."""
     options = part["options"]
     contenders = [data for entry in part["cases"] for data in entry["contenders"].values()]
     rounds = sorted({len(data["rounds_ms"]) for data in contenders if "rounds_ms" in data})
@@ -66,7 +66,7 @@ def _effort(part: Data) -> str:
 
 
 def _goals(cases: Sequence[Data]) -> str:
-    """What was to be reached, and whether it was."""
+    """Goals, and whether they were met."""
     found = [(e["case"], "; ".join(map(sentence, e.get("goals", ())))) for e in cases]
     lines = [f"- {case}: {goals}" for case, goals in found if goals]
     return "\n".join(["Goals:", "", *lines]) if lines else ""
@@ -85,7 +85,7 @@ def _slow_copies(cases: Sequence[Data]) -> str:
 
 
 def _note(entry: Data) -> str:
-    """What a table cannot hold."""
+    """Remark that a table cannot hold."""
     if "over_separate" in entry:
         return f"One Sequential over separate layers: {entry['over_separate']:.3f}."
     if "fp8_difference" in entry:

@@ -20,7 +20,7 @@ Data = Mapping[str, Any]
 
 
 def record_path(card_name: str, kind: str = "gpu") -> Path:
-    """Where a GPU's record lies."""
+    """Path of a GPU's record."""
     return RESULTS / f"{kind}-{'-'.join(re.findall('[a-z0-9]+', card_name.lower()))}.json"
 
 
@@ -31,7 +31,7 @@ def of_benchmarks(kind: str = "gpu") -> list[dict[str, Any]]:
 
 
 def circumstances(card: Card, given_commit: str | None) -> dict[str, Any]:
-    """What a part's numbers depend on."""
+    """Circumstances that a part's numbers depend on."""
     found = {**versions(), **libraries.versions()}
     if torch.version.cuda:
         found |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version())}

@@ -82,7 +82,7 @@ def table_of(cases: Sequence[Data]) -> tuple[list[str], list[list[str]]]:
 
 
 def remarks(cases: Sequence[Data]) -> list[str]:
-    """What the tables do not show: goals, who was left out, which kernels te_fuser and the floor launch."""
+    """Lines beside the tables: goals, who was left out, which kernels te_fuser and the floor launch."""
     lines = []
     for entry in cases:
         goals = "; ".join(map(sentence, entry.get("goals", ())))
@@ -121,7 +121,7 @@ def rich_table(part: str, cases: Sequence[Data]) -> Table:
 
 
 def print_list(console: Console, parts: Mapping[str, Any]) -> None:
-    """What the parts of a command are, and about how long each takes."""
+    """Print what each part of a command measures, and about how long it takes."""
     for name, part in parts.items():
         console.print(f"{name:<12} about {part.seconds:3} s  {part.meaning}")
 
@@ -158,7 +158,7 @@ def plan_table(entry: Data) -> str:
 
 
 def time_table(entry: Data) -> str:
-    """Where each contender's time goes: products, attention, everything else, and nothing."""
+    """Table of each contender's time: products, attention, everything else, and no kernel."""
     keys = ("products_ms", "attention_ms", "rest_ms", "idle_ms")
     rows = [
         (name, *(f"{data[key]:.3f}" for key in keys), f"{data['rest_ms'] + data['idle_ms']:.3f}")

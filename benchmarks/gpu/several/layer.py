@@ -61,7 +61,7 @@ class Entrant:
         return y
 
     def memory(self, ranks: Ranks) -> dict[str, float]:
-        """What a step keeps for backward, and its peak where there is a GPU."""
+        """Bytes that a step keeps for backward, and its peak where there is a GPU."""
         self.x.grad = None
         self.model.zero_grad(set_to_none=True)
         peak = peak_bytes(self.step, ranks.card)
@@ -202,7 +202,7 @@ def alone(ranks: Ranks, model: nn.Module) -> Entrant:
 
 
 def results(ranks: Ranks, whole: Entrant) -> dict[str, torch.Tensor]:
-    """This rank's part of output, input gradient and gradients of the whole layer."""
+    """Part that this rank has of output, input gradient and gradients of the whole layer."""
     y = whole.step()
     assert whole.x.grad is not None
     found = {"y": ranks.own(y.detach()), "dx": ranks.own(whole.x.grad)}
@@ -307,7 +307,7 @@ def _checked(ranks: Ranks, name: str, made: Entrant, want: Mapping[str, torch.Te
 
 
 def _fused_calls(made: Entrant) -> int:
-    """How many products run in pipelines with collectives; eight is all. What torch.compile is asked for may not be."""
+    """Number of products in pipelines with collectives; eight is all. torch.compile may make fewer than asked."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as seen:
         made.step()
     names = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")

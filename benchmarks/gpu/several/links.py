@@ -62,7 +62,7 @@ def _with_rate(result: Result, moved: float) -> dict[str, Any]:
 
 
 def eight_collectives(ranks: Ranks, by: str = NCCL, beside: Step | None = None) -> Step:
-    """Those of a layer that ranks share along the sequence: [sequence, batch, hidden] gathered, or scattered.
+    """Collectives of a layer shared along the sequence: [sequence, batch, hidden] gathered, or scattered.
 
     Args:
         beside: what runs while each is under way.

@@ -58,7 +58,7 @@ TOY = Sizes(positions=64, batch=2, hidden=64, heads=4, layers=2, parameters=4, t
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that measure together.
+    """One process among those that measure together.
 
     Attributes:
         control: a group on CPUs, for what they agree on: nothing of it runs on the GPUs.
@@ -93,7 +93,7 @@ class Ranks:
 
     @property
     def device(self) -> torch.device:
-        """This rank's."""
+        """Device of this rank."""
         return self.card.device
 
     def mesh(self) -> DeviceMesh:
@@ -124,7 +124,7 @@ class Ranks:
         return (scale * torch.randn(shape, generator=generator, device=self.device)).to(self.sizes.dtype)
 
     def own(self, whole: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """This rank's block of a tensor, in memory of its own: a view would keep the whole alive, and be counted so."""
+        """Block of a tensor for this rank, in its own memory: a view would keep the whole alive, and be counted so."""
         return whole.chunk(self.size, dim)[self.rank].clone(memory_format=torch.contiguous_format)
 
 

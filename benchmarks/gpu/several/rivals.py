@@ -43,7 +43,7 @@ def gathered(x: torch.Tensor, wait: bool = True) -> Any:
 
 
 def scattered(x: torch.Tensor, wait: bool = True) -> Any:
-    """This rank's rows of the sum over ranks."""
+    """Rows of the sum over ranks that this rank has."""
     y = x.new_empty(x.shape[0] // dist.get_world_size(), *x.shape[1:])
     work = dist.reduce_scatter_tensor(y, x.contiguous(), async_op=not wait)
     return y if wait else (y, work)
@@ -100,7 +100,7 @@ def _row_of_functions(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Style:
-    """How products by column and by row are computed, and whether a layer is made of this rank's part."""
+    """Functions of products by column and by row, and whether a layer is made of this rank's part."""
 
     column: Product | None = None
     row: Product | None = None
@@ -158,7 +158,7 @@ def numbers(ranks: Ranks, name: str) -> torch.Tensor:
 
 
 def own(ranks: Ranks, name: str, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter, or of its gradient."""
+    """Part that this rank has of a parameter, or of its gradient."""
     dim = CUTS[name]
     return whole if dim is None else ranks.own(whole, dim)
 

@@ -19,7 +19,7 @@ USUAL_LIMIT = 240.0
 
 @dataclass(frozen=True)
 class Part:
-    """What is run.
+    """Part of the command.
 
     Attributes:
         run: takes the ranks, what is told of each step that may end the process, and what to leave out.

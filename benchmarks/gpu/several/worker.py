@@ -1,4 +1,4 @@
-"""What each rank runs: `python -m benchmarks.gpu.several.worker PART OUT ...`, started by `benchmarks.gpu.ranks`."""
+"""Program of each rank: `python -m benchmarks.gpu.several.worker PART OUT ...`, started by `benchmarks.gpu.ranks`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def effort_of(quick: bool, toy: bool) -> Effort:
-    """How long to measure."""
+    """Length of measurements."""
     return TRIAL if toy else QUICK if quick else FULL
 
 
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def describe(ranks: Ranks) -> dict[str, Any]:
-    """What the record says of where this was measured, beside the card."""
+    """Facts of the record on where this was measured, beside the card."""
     by_nccl = dist.get_backend() == "nccl"
     return {"ranks": ranks.size, "nccl": ".".join(map(str, torch.cuda.nccl.version())) if by_nccl else "none: gloo"}
 
