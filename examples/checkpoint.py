@@ -25,7 +25,7 @@ FORMAT = "te_fuser train_gpt 1"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is in a file; tensors are on the CPU."""
+    """Contents of a file; tensors are on the CPU."""
 
     step: int
     settings: Mapping[str, Any]

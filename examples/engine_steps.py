@@ -1,4 +1,4 @@
-"""What the examples of training engines share: the small GPT, its batches by ranks, and the losses of one process.
+"""Common parts of the examples of training engines: the small GPT, its batches by ranks, one process's losses.
 
 Each of `train_accelerate`, `train_lightning`, `train_deepspeed` and `train_titan` takes these steps with the batch
 spread over ranks; the mean of the ranks' losses is one process's, but for rounding.
@@ -39,7 +39,7 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> argpars
 
 
 def model() -> Sequential:
-    """The same in every process."""
+    """Small GPT, equal in every process."""
     torch.manual_seed(0)
     return build_gpt(SHAPE)
 
@@ -50,7 +50,7 @@ def _data(folder: Path) -> torch.Tensor:
 
 
 def batches(folder: Path, rank: int = 0, ranks: int = 1) -> list[Windows]:
-    """This rank's windows of each step."""
+    """Windows of this rank, for each step."""
     generator = torch.Generator().manual_seed(0)
     whole = (random_windows(_data(folder), BATCH, SHAPE.context, generator) for _ in range(STEPS))
     return [Windows(w.inputs.chunk(ranks)[rank], w.targets.chunk(ranks)[rank]) for w in whole]
@@ -62,7 +62,7 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def make_optimizer(parameters: object) -> torch.optim.AdamW:
-    """What all of them take."""
+    """Optimizer of all these examples."""
     return torch.optim.AdamW(parameters, lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: progress bar, loss curve, table of losses."""
+"""Output of a run: progress bar, loss curve, table of losses."""
 
 from __future__ import annotations
 

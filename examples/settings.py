@@ -1,4 +1,4 @@
-"""What a run is made of: settings that its checkpoint remembers, and where it runs; from the command line."""
+"""Arguments of a run: settings that its checkpoint remembers, and where it runs; from the command line."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 class BadArguments(Exception):
-    """What was asked for cannot be; the message says why, and what can."""
+    """Arguments that cannot be met; the message says why, and what can be."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides a run's losses; a resumed run keeps it."""
+    """Settings that decide a run's losses; a resumed run keeps them."""
 
     layers: int = 4
     hidden: int = 128
@@ -91,12 +91,12 @@ class Arguments:
     temperature: float
 
     def settings(self) -> Settings:
-        """Those of a new run."""
+        """Settings of a new run."""
         defaults = {"dtype": _DTYPE_ON[self.device.type], "text": str(standard_library())}
         return Settings(**{**defaults, **self.chosen})
 
     def resumed(self, saved: Mapping[str, Any]) -> Settings:
-        """Those of the run that is resumed.
+        """Settings of the run that is resumed.
 
         Raises:
             BadArguments: when others were given.

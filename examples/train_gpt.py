@@ -128,7 +128,7 @@ class Run:
         return run
 
     def _twin(self) -> torch.nn.Module:
-        """The same weights in torch.nn."""
+        """Model of torch.nn with these weights."""
         twin = build_twin(self.settings.shape)
         twin.load_state_dict(self.model.state_dict())
         return twin
@@ -189,7 +189,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether all steps were taken."""
+        """True if all steps were taken."""
         return self.step == self.settings.steps
 
     def curves(self) -> dict[str, Curve]:
@@ -315,7 +315,7 @@ def validate(run: Run) -> None:
 
 
 def estimate(run: Run) -> str:
-    """How long the rest takes, from the first steps."""
+    """Time that the rest takes, from the first steps."""
     speeds = [trainer.speed for trainer in run.trainers.values()]
     rest = sum(speed.seconds_per_step for speed in speeds) * (run.settings.steps - run.step)
     first = sum(speed.first_step or 0.0 for speed in speeds)

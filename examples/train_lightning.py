@@ -42,11 +42,11 @@ class Training(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """What all examples take."""
+        """Optimizer of all these examples."""
         return steps.make_optimizer(self.parameters())
 
     def train_dataloader(self) -> DataLoader[tuple[torch.Tensor, torch.Tensor]]:
-        """This rank's batches; ranks that share the model have the same."""
+        """Batches of this rank; ranks that share the model have the same."""
         replicas = self.trainer.world_size // self.tp
         own = steps.batches(self.text, self.global_rank // self.tp, replicas)
         return DataLoader([(w.inputs, w.targets) for w in own], batch_size=None)  # type: ignore[arg-type]

@@ -159,7 +159,7 @@ class Trainer:
     # -------------------------------------------------------------------------- random numbers
 
     def random_states(self) -> dict[str, torch.Tensor]:
-        """Where the streams of random numbers stand: of batches, and of dropout (PyTorch's global ones)."""
+        """States of the random generators: of batches, and of dropout (PyTorch's global ones)."""
         return {"batches": self.batches.get_state(), **self._dropout}
 
     def set_random_states(self, states: dict[str, torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The same GPT in plain torch.nn, for comparison; its state_dict has the same keys and shapes as `gpt.build_gpt`'s."""
+"""GPT in plain torch.nn, for comparison; its state_dict has the same keys and shapes as `gpt.build_gpt`'s."""
 
 from __future__ import annotations
 
