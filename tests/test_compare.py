@@ -23,7 +23,7 @@ def cancelling(data: Mapping[str, torch.Tensor], exact: bool) -> dict[str, torch
 
 @pytest.mark.parametrize(("error", "passes"), [(EPS, True), (5 * EPS, False)])
 def test_what_cancels_has_the_size_of_its_terms(error: float, passes: bool) -> None:
-    # It is 0, and plain PyTorch is exact by chance: the terms, which are 1, say what rounding may leave.
+    # The gradient is 0, and plain PyTorch is exact by chance: the terms, which are 1, say what rounding may leave.
     data = {"x": torch.ones(3, 8), f"{UPSTREAM}y": torch.ones(3, 8)}
     found = {"dx": torch.full((3, 8), error)}
     (row,) = judge("case", found, data, cancelling)

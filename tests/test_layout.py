@@ -86,11 +86,11 @@ FUSER = {
     "tune": {"graph", "steps", "plan", "run", "pipeline"},
     "show": {"graph", "steps", "plan", "run", "pipeline"},
 }
-# How many modules of the fuser, one running on the next, loading any of them passes.
+# Longest chain of the fuser's modules, each of which imports the next.
 DEEPEST = 8
 # The modules of the C++ target, in the same way.
 CPP = ("text", "cpp_schedule", "cpp_scope", "cpp")
-# What the fuser may know of the two parts that hold concrete ops and fusions.
+# Modules that the fuser may import of the two parts that hold concrete ops and fusions.
 ABSTRACT = {
     "te_fuser.ops.autocast",  # a table of policies
     "te_fuser.ops.base",

@@ -155,7 +155,7 @@ HERE: dict[str, Callable[[], None]] = {
     "`AveragedModel` (SWA, EMA)": averaged,
     "`torch.use_deterministic_algorithms`": repeated,
 }
-# What another test runs: (its file, its name).
+# Tools that another test runs: (its file, its name).
 ELSEWHERE = {
     "`torch.compile(fullgraph=True)`": ("fuser/run/test_call_tracers.py", "test_the_reference_can_be_traced"),
     "`make_fx`": ("fuser/run/test_call_tracers.py", "test_the_reference_can_be_traced"),

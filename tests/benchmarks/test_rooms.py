@@ -12,7 +12,7 @@ import pytest
 from benchmarks.common import ROOT
 
 FILES = sorted((ROOT / "benchmarks").rglob("*.py"))
-# What all share, and each room -> what it may import beside itself.
+# Modules that all share, and each folder -> those that it may import beside itself.
 SHARED = {"benchmarks", "benchmarks.common", "benchmarks.models", "benchmarks.presets"}
 ROOMS = {"contest": set(), "parts": {"contest"}, "record": {"contest"}, "several": {"contest", "parts"}}
 

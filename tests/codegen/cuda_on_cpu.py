@@ -18,7 +18,7 @@ from tests.c_library import temporary_folder
 from tests.codegen.cuda_calls import arguments, sizes_of
 
 HERE = Path(__file__).parent
-# What stands once for all kernels, or stands in the way of a namespace for each.
+# Lines that stand once for all kernels, or in the way of a namespace for each.
 _INCLUDE = re.compile(r'#include "te_\w+\.\w+"')
 _OUTSIDE = re.compile(rf'{_INCLUDE.pattern}|extern "C" |extern __shared__ uint4 shelves\[\];')
 

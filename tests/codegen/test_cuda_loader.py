@@ -281,7 +281,7 @@ def cut_in_two(s: tuple[Schedule, ...]) -> bool:
     return len(s) == 2
 
 
-# What spills little -> how many are compiled before it is found, at most.
+# Schedules that spill little -> how many are compiled before they are found, at most.
 SPILLING_LITTLE: dict[str, tuple[Callable[[tuple[Schedule, ...]], bool], int]] = {
     "sums in shared memory": (lambda s: s[0].sums == Sums.SHARED, 8),
     "stores and sums apart": (cut_in_two, 9),

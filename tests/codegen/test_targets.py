@@ -188,7 +188,7 @@ def test_machine_code_spills_next_to_nothing_and_loads(arch: str, what: str, tmp
         kernel, made = compile_kernel(d, arch, cache=tmp_path)
         resources = {r.symbol: r for r in made.resources}
         assert sorted(resources) == sorted(launch.symbol for launch in kernel.launches)
-        # Where one block fills a multiprocessor there is nothing left to give to its threads.
+        # One block that fills a multiprocessor leaves nothing to give to its threads.
         full = any(s.blocks_per_multiprocessor == 1 for s in kernel.schedules)
         most = 0 if what == "8 bits" and d.width == 4096 else 64 if what == "large" and full else 16
         wrong = [r for r in resources.values() if r.spilled_bytes > most]

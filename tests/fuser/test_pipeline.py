@@ -50,7 +50,7 @@ def test_modes_alternate_without_planning(planned):
     assert len(planned) == 3
 
 
-# What may change between two calls -> whether it takes another plan.
+# Change between two calls -> whether it takes another plan.
 CHANGES = {
     "nothing": (lambda m: (X,), False),
     "parameter_of_the_same_shape": (

@@ -255,7 +255,7 @@ def test_others_that_read_what_its_forward_does_not_give(by_sign: Fusion) -> Non
         found = {r.reason for r in model.plan(x).refusals if r.name == "by_sign"}
         assert "other steps of backward read what its forward does not give" in found
         assert_as_meant(model, x)
-    # Where forward is better off with what gives no such value, it is the other one that is left out.
+    # Forward may be better off with a fusion that gives no such value; then the other one is left out.
     with fusions.only(by_sign, reads_its_output, "matmul_bias"):
         assert "by_sign" in steps(model, x, "forward")
         assert_as_meant(model, x)

@@ -128,7 +128,7 @@ def backward_of(pattern, body, **options):
 
 
 BIAS_GELU = [ops.Bias, ops.GELU]
-# What is wrong when plans are made, or in a call and its backward -> what is declared, the error, and its words.
+# Fault when plans are made, or in a call and its backward -> the declaration, the error, and its words.
 RUN_WRONG = {
     "cost is a number": ({"cost": lambda m: 3.0}, TypeError,
      r"its `cost` gives float, not a Cost; write Cost\(seconds=3.0\)"),

@@ -38,7 +38,7 @@ def check(model, x, inputs, dtype):
     got = gradients(model, model, *low)
     usual = gradients(model.reference, model, *low)
     wanted = gradients(exact.reference, exact, *high)
-    # Where each row sees one key, gradients of scores are 0: differences of sums, which kernels add up in other orders.
+    # Gradients of scores are 0 where each row sees one key: differences of sums, which kernels add in other orders.
     least = (0.5 if dtype == torch.float32 else 0.02) * max(want.abs().max() for want in wanted)
     units = (32 if dtype == torch.float32 else 2) * torch.finfo(dtype).eps
     for ours, theirs, want in zip(got, usual, wanted, strict=True):

@@ -145,7 +145,7 @@ def test_every_element_is_written_and_runs_repeat(name: str, monkeypatch: pytest
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda.synchronize()
         for _ in range(5):
-            # What the next outputs will lie in holds NaN.
+            # Memory of the next outputs holds NaN.
             junk = [empty(t.shape, dtype=t.dtype, device=GPU).fill_(torch.nan) for t in first]
             del junk
             again = several(products.multiply(function.kind, *tensors))

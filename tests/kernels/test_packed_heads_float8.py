@@ -56,7 +56,7 @@ MODELS: dict[str, Callable[[], list[Any]]] = {
     "angles": lambda: [*linear(False), by_angles(), attention()],
 }
 BIASED = [name for name in MODELS if name.startswith("bias")]
-# Who stores the gradient of the first product where attention packs it not, and where it does.
+# Step that stores the gradient of the first product where attention does not pack it, and where it does.
 BY = {
     "bias": ("attention", "bwd"),
     "no bias": ("attention", "bwd"),

@@ -44,7 +44,7 @@ def attention() -> ops.DotProductAttention:
     return ops.DotProductAttention(HEADS, DIM, mask="causal", layout="sequence_first")
 
 
-# What comes after a norm and a product, and the fusion that makes the bias's gradient.
+# Ops behind a norm and a product, and the fusion that makes the bias's gradient.
 LISTS: dict[str, tuple[Callable[[], list[Any]], str]] = {
     "bias and attention": (lambda: [ops.Bias(FEATURES), attention()], ATTENTION.name),
     "bias, rotation and attention": (lambda: [ops.Bias(FEATURES), rotary(), attention()], ATTENTION.name),

@@ -32,7 +32,7 @@ TURNED = (
 )  # fmt: skip
 QUERIES = ("several heads", "groups", "many heads of a group", "a window")
 
-# What its texts are called -> kernels, and the symbols that each of them has.
+# Name of the texts -> kernels, and the symbols that each of them has.
 KERNELS: Mapping[str, tuple[Sequence[TextKernel[Any]], set[str]]] = {
     "blank_rows": ([BlankRows(dtype) for dtype in (torch.bfloat16, torch.float16)], {"blank_rows"}),
     "fold_amaxes": ([FoldAmaxes()], {"fold_amaxes"}),

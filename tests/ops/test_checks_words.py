@@ -42,7 +42,7 @@ def scripted(module: nn.Module) -> Callable[[], Any]:
     return lambda: torch.jit.script(module)
 
 
-# What is tried -> the error's words.
+# Call -> the error's words.
 WORDS: dict[str, tuple[Callable[[], Any], str]] = {
     "ids": (lambda: model()(IDS), EMBED),
     "ids_of_an_op": (lambda: ops.Linear(8, 8)(IDS.int()), EMBED.replace("int64", "int32")),

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 WORLD = 2
 DEADLINE = 120.0  # seconds: for one body, and for the processes to start
 GRACE = 3.0  # seconds that a rank has left when another failed, for it may wait for that one
-# What ranks use: with the first DTensor PyTorch imports its compiler, which takes longer than most bodies.
+# Modules that ranks use: with the first DTensor PyTorch imports its compiler, which takes longer than most bodies.
 IMPORTED = ["te_fuser", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "pytest"]
 ENDED = "ended"  # what is said of a process that did not answer and is no more
 LOG = 8000  # the characters at the end of a log that a failure shows

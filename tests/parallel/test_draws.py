@@ -27,7 +27,7 @@ from tests.parallel.ranks import WORLD, on_ranks
 from tests.twins import sequential, tensor
 
 SHAPE = (4, 6, 32)
-# What is cut: the dimension of the rows, whether the features are, and into how many parts.
+# Cuts: the dimension of the rows, whether the features are, and into how many parts.
 WAYS = {"first": (0, False, 1), "second": (1, False, 1), "features": (None, True, 1), "parts": (None, True, 2)}
 
 

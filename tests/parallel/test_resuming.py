@@ -51,7 +51,7 @@ def data(step: int, overflows: bool = False) -> torch.Tensor:
     return torch.full_like(x, math.inf) if overflows and dist.get_rank() == 1 else x
 
 
-# What goes on from a checkpoint does so before the model itself: the entry of any region folds all that was recorded.
+# Models resumed from a checkpoint run before the first one: the entry of any region folds all that was recorded.
 
 
 def trained(model: Any, steps: range, recipe: DelayedScaling = RECIPE, overflow: int = -1) -> list[torch.Tensor]:

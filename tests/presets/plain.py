@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-# What a gated activation applies to its gate, and what others are; the gate is the first half.
+# Activations, and below the functions of the gate in gated ones; the gate is the first half.
 PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": lambda x: 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))),
     "qgelu": lambda x: x / (1 + torch.exp(-1.702 * x)),

@@ -35,7 +35,7 @@ def attention(**keywords: Any) -> Any:
 
 
 rotary, norms = te_fuser.RotaryPositionEmbedding, (te_fuser.LayerNorm, te_fuser.RMSNorm)
-# What is made, with what, and the words of the error.
+# Preset, its arguments, and the error with its words.
 Refused = tuple[Any, dict[str, Any], type[Exception], str]
 MADE: list[Refused] = [
     (core, {"softmax_scale": NAN}, ValueError, "takes a finite number as softmax_scale, got"),
@@ -154,7 +154,7 @@ PARAMS = te_fuser.InferenceParams(B, S)
 STEP: dict[str, Any] = {"inference_params": PARAMS, "self_attn_mask_type": "padding_causal"}
 ASKED = ANGLES.clone().requires_grad_()
 BOTH: dict[str, Any] = {"cu_seqlens_q": torch.tensor([0, 4, 9]), "cu_seqlens_kv": torch.tensor([0, 6, 9])}
-# What is made and with what, what is called with what, and the words of the error.
+# Preset and its arguments, arguments of the call, and the error with its words.
 Called = tuple[Any, dict[str, Any], tuple[Any, ...], dict[str, Any], type[Exception], str]
 CALLED: list[Called] = [
     (linear, {"skip_weight_param_allocation": True}, (torch.zeros(3, 7),), {}, TypeError,

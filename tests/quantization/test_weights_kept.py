@@ -247,7 +247,7 @@ def test_no_gradients_and_weights_that_tell_no_writes() -> None:
             assert torch.equal(model(data(0), is_first_microbatch=True), twin(data(0)))
             assert torch.equal(model(data(1), is_first_microbatch=False), twin(data(1)))
         assert_same(step(model, data(2), False), step(twin, data(2), None))
-    # Those of inference mode: what is kept is of another memory, as soon as one may have been written.
+    # Weights of inference mode: kept ones are in another memory, as soon as one may have been written.
     torch.manual_seed(0)
     with torch.inference_mode(), on():
         model = te.LayerNormMLP(F, FFN)

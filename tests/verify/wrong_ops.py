@@ -113,7 +113,7 @@ class ErrsAtManyRows(Cube):
         return dx * 1.5 if dy.numel() // dy.shape[-1] > 600 else dx
 
 
-# What is wrong -> what verify says.
+# Wrong op -> words of verify.
 WRONG: dict[type[ops.UnfusedOperation], str] = {
     WrongFactor: "gradient of input: error",
     ReadsTheGlobal: "two calls, one backward: gradient of input: error",

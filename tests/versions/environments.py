@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 from tests.versions import packages, selected
 
-# Where this Python's packages are, those of a Python below it included: site reads its .pth files, too.
+# Folder of this Python's packages, those of a Python below it included: site reads its .pth files, too.
 _SEES = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
 QUIET = ("-q", "--disable-pip-version-check", "--no-warn-script-location")
 _COUNTS = ("tests", "failures", "errors", "skipped")

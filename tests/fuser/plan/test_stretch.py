@@ -20,7 +20,7 @@ from tests.twins import assert_as_meant, sequential, tensor
 
 @pytest.mark.parametrize("branch", [(), (ops.GELU(),), (ops.Fork("inner"), ops.GELU(), ops.Add("inner"))])
 def test_both_ends_of_a_fork_enter_one_range(branch: tuple[ops.FusableOperation, ...]) -> None:
-    # They are one leaf of its expressions, and each has a gradient that the fork's own backward reads.
+    # Both are one leaf of its expressions, and each has a gradient that the fork's own backward reads.
     model = sequential(ops.Linear(4, 4), te_fuser.Residual(*branch), ops.GELU())
     with te_fuser.fusions.only():
         assert_as_meant(model, tensor(3, 4))
@@ -132,7 +132,7 @@ def test_reductions_below_reductions_are_cut_once(monkeypatch: pytest.MonkeyPatc
         ((ops.LayerNorm(6), ops.ReLU()), "layer_norm_relu_bwd", {"x", "layer_norm.weight", "layer_norm.bias"}),
         # Nobody stores what ReLU gives.
         ((ops.Bias(6), ops.ReLU(), ops.SiLU()), "bias_relu_silu_bwd", {"x", "bias.bias"}),
-        # What ReLU gives is squared before it is stored.
+        # ReLU's output is squared before it is stored.
         ((ops.Bias(6), ops.SReLU()), "bias_srelu_bwd", {"x", "bias.bias"}),
     ],
 )

@@ -240,7 +240,7 @@ def test_a_plan_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "row kernels are not generated: kernels are compiled by NVRTC" in rows and again == note
     model = Sequential(ops.Linear(8, 8))
     x = torch.randn(4, 8)
-    # What this machine lacks is not said of another one.
+    # Libraries that this machine lacks are not named for another one.
     assert not model.plan(x, device="h200").notes and not model.plan(x).notes
     monkeypatch.setattr(pipeline, "target_for", lambda *_: "torch")
     monkeypatch.setattr(pipeline, "missing_notes", lambda target, device, dtype: missing_notes(target, GPU, dtype))

@@ -176,7 +176,7 @@ class Graph:
         made = varlen.backward(kernel, spans, q, k, v, o, dO, stats.squeeze(-1))
         return [t.transpose(1, 2) for t in made[:3]]
 
-    # How it runs on addresses, as the front end has it inside.
+    # Runs on addresses, as the front end has them inside.
     selected_engine, _plan_index = None, 0
     _plans = (types.SimpleNamespace(cpp_index=3),)
 
