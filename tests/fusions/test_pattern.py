@@ -204,7 +204,7 @@ def test_what_is_chosen_runs_and_what_is_not_is_as_declared(answer: Any) -> None
 
 
 def overwritten(p: Plan) -> list[Any]:
-    """Pairs of inputs and outputs that kernels of the backward may overwrite."""
+    """Pairs of an output and the input that it may overwrite, in kernels of the backward."""
     return [pair for s in p.backward for pair in getattr(getattr(s.task, "description", None), "overwrites", ())]
 
 

@@ -169,7 +169,7 @@ def test_scales_of_now_err_as_those_of_the_whole_model(by: str, preset: str, seq
 
 @on_ranks
 def test_what_is_made_in_a_region_is_agreed_on() -> None:
-    """Its records wait for the fold that reduces them: scales are 1 on all ranks until then."""
+    """Amaxes of the new model wait for the fold that reduces them: scales are 1 on all ranks until then."""
     first = cut()
     steps(first, True)
     made: list[te.Sequential] = []
