@@ -130,7 +130,7 @@ def drawn(rank: int, state: object = None, shared: bool = True) -> torch.Tensor:
     placed = RankPlacement(Shared(columns=2), column_rank=rank)
     streams = {0: lambda: RandomStream(1, 2, 3, placed=placed)}
     torch.manual_seed(5)
-    call = FusionCall([op], {}, frozenset(), streams, None, frozenset([0] if shared else []))
+    call = FusionCall([op], {}, frozenset(), streams, frozenset([0] if shared else []))
     found = attention.forward(call, torch.empty(0))
     after = torch.rand(4)
     torch.manual_seed(5)
