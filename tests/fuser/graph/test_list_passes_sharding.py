@@ -89,6 +89,11 @@ SUMS: dict[str, tuple[Callable[[], list[Any]], list[str]]] = {
     ),
     "blocks of a gate": (lambda: [column(), ops.SwiGLU(glu_interleave_size=2), row(F), ops.LayerNorm(F)], []),
     "one number for all features": (lambda: [column(), Temperature(), row()], ["temperature.number"]),
+    "keys and values of the list's own": (
+        lambda: [column(), ops.Fork("memory"), ops.SwiGLU(), heads(packing=ops.Apart(key_value="memory")), row(F)],
+        [],
+    ),
+    "terms added up by hand": (lambda: [column(), ops.MatMul(F, F), ops.AllReduce(TP), ops.GELU()], []),
 }
 
 
@@ -124,6 +129,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: planned(column(), ops.Linear(F, F)),
         "Bias takes a sum, and x is a term of a sum over the ranks",
     ),
+    "a sum of what is no term": (
+        lambda: planned(column(), ops.AllReduce(TP)),
+        "AllReduce takes what is a term of a sum over the ranks in the ranks of tp, and x is cut by features",
+    ),
     "whole rows where they are to be cut": (
         lambda: planned(column(), row(), column(rows=0), row(rows=0)),
         "takes what is cut by rows along dimension 0 in the ranks of tp, and x is whole: make both alike",
@@ -135,6 +144,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "attention on a part of the sequence": (
         lambda: planned(cut(ops.LayerNorm(F), None, 0), ops.Linear(F, 3 * F), heads()),
         "DotProductAttention takes whole sequences, and x is cut by rows along dimension 0",
+    ),
+    "keys that are whole beside queries that are not": (
+        lambda: planned(ops.Fork("m"), column(2 * F, F), heads(packing=ops.Apart(key_value="m")), x=(4, 6, 2 * F)),
+        "DotProductAttention: x is cut by features in the ranks of tp, key_value is whole: make both alike",
     ),
     "heads that ranks cannot share": (
         lambda: planned(
