@@ -111,6 +111,13 @@ def test_heads_of_a_plain_list_are_those_of_the_whole() -> None:
     assert attention.heads == 2
 
 
+def test_keys_and_values_of_a_context_are_exchanged_each_on_its_own() -> None:
+    op = heads(packing=ops.Apart(key_value="memory", packing="blocked", value_dim=8))
+    op.context = TP
+    nodes = planned(op, memory=torch.zeros(4, 6, 2 * (4 + 8))).nodes
+    assert [n.op.parts for n in nodes if isinstance(n.op, ops.AllToAll)] == [(4, 8), (1,), (1,)]
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a norm over cut features": (
         lambda: planned(column(), ops.LayerNorm(2 * F), row()),
