@@ -111,6 +111,13 @@ def test_heads_of_a_plain_list_are_those_of_the_whole() -> None:
     assert attention.heads == 2
 
 
+def test_positions_of_a_context_are_turned_by_an_op_that_is_not_told_of_it() -> None:
+    turned, core = ops.RotaryEmbedding(4, heads=2, kv_heads=2, packing="blocked", layout="sequence_first"), heads()
+    core.context = TP
+    nodes = planned(ops.Linear(F, 3 * F), turned, core).nodes
+    assert [n.op.context for n in nodes if isinstance(n.op, ops.RotaryEmbedding)] == [TP]
+
+
 def test_keys_and_values_of_a_context_are_exchanged_each_on_its_own() -> None:
     op = heads(packing=ops.Apart(key_value="memory", packing="blocked", value_dim=8))
     op.context = TP
