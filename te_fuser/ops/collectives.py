@@ -112,8 +112,7 @@ class Collective(OfRanks, UnfusedOperation):
         return self._way(self.back if back else self.forth)
 
     def infer(self, x: Spec) -> Spec:
-        if x.dtype not in self.input_dtypes:
-            check_floating(x)
+        check_floating(x)
         if self.forth is None:
             return x
         try:

@@ -204,14 +204,14 @@ def caught(weight: torch.Tensor) -> Iterator[torch.Tensor | None]:
         yield None
         return
     alone = torch.zeros(weight.shape, dtype=first.dtype, device=first.device)
-    pieces = alone.split([part.shape[0] for part in parts]) if len(parts) > 1 else (alone,)
+    pieces = alone.split([part.shape[0] for part in parts])
     with contextlib.ExitStack() as stack:
         for part, piece in zip(parts, pieces, strict=True):
             piece.__dict__[_OVER] = None
             stack.enter_context(_replaced(part, piece))
         yield alone
     for part, main_grad, piece in zip(parts, held, pieces, strict=True):
-        if main_grad is not None and (part.requires_grad or len(parts) == 1):
+        if main_grad is not None and part.requires_grad:
             over = piece.__dict__[_OVER]
             over = _writes_over(part, False) if over is None else over  # whoever wrote did not ask
             main_grad.copy_(piece) if over else main_grad.add_(piece)

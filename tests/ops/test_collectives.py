@@ -92,13 +92,14 @@ def test_choices_that_were_measured_hold_for_as_many_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("exchange", "want"),
-    [(Exchange(), (4, 6, 8)), (Exchange(join=0), (8, 6, 8)), (Exchange(join=-1), (4, 6, 16)),
-     (Exchange(cut=1), (4, 3, 8)), (Exchange(cut=-1, join=0), (8, 6, 4)), (Exchange(cut=1, join=1), (4, 6, 8))],
+    ("exchange", "want", "sent"),
+    [(Exchange(), (4, 6, 8), 96), (Exchange(join=0), (8, 6, 8), 192), (Exchange(join=-1), (4, 6, 16), 192),
+     (Exchange(cut=1), (4, 3, 8), 48), (Exchange(cut=-1, join=0), (8, 6, 4), 48),
+     (Exchange(cut=1, join=1), (4, 6, 8), 48)],
 )  # fmt: skip
-def test_shapes(exchange: Exchange, want: tuple[int, ...]) -> None:
-    """There, and back to where it came from."""
-    assert exchange.shape((4, 6, 8), 2) == want
+def test_shapes(exchange: Exchange, want: tuple[int, ...], sent: float) -> None:
+    """There, and back to where it came from; and the bytes of 64 that each of four ranks sends."""
+    assert exchange.shape((4, 6, 8), 2) == want and exchange.sent(64.0, 4) == sent
     assert exchange.back.shape(want, 2) == (4, 6, 8)
 
 

@@ -113,6 +113,14 @@ def groups() -> te_fuser.Sequential:
     return sequential(te_fuser.TransformerLayer(F, INNER, 4, self_attn_mask_type="causal", **given))
 
 
+def two_weights() -> te_fuser.Sequential:
+    """A gate and what it gates, which one product computes of a weight each."""
+    model = te_fuser.Residual(ops.SwiGLU(), ops.Linear(INNER, F), kernels="reference")
+    model.gate, model.up = (nn.Parameter(torch.empty(INNER, F)) for _ in range(2))
+    model.insert(0, ops.Bound(ops.MatMul(F, 2 * INNER, device="meta"), model, weight=("gate", "up")))
+    return randomize(model.double())
+
+
 MODELS: dict[str, Callable[[], te_fuser.Sequential]] = {
     "mlp": mlp,
     "gated": gated,
@@ -125,6 +133,7 @@ MODELS: dict[str, Callable[[], te_fuser.Sequential]] = {
     "packed": functools.partial(layer, fuse_qkv_params=True),
     "turns": turns,
     "groups": groups,
+    "two weights": two_weights,
 }
 DIMS = {"batch first": 1}  # of sequences
 
@@ -351,6 +360,9 @@ def test_what_cannot_be_is_said_on_all_ranks() -> None:
         parallelize(te_fuser.Sequential(*heads), mesh)
     with pytest.raises(ValueError, match=rf"on {rank}: num_gqa_groups=1 cannot be cut into 2 equal parts: take fewer"):
         parallelize(layer(num_gqa_groups=1), mesh)
+    two = te_fuser.Sequential(attention(), attention(layout="batch_first"))
+    with pytest.raises(ValueError, match="this model have the layouts batch_first, sequence_first: parallelize its"):
+        parallelize(two, mesh, sequence_parallel=True)
     with pytest.raises(ValueError, match=r"no module has a name like '\*.fc1'; there are 0, 0.0"):
         parallelize(mlp(), mesh, plan={"*.fc1": Column()})
     for plan in ({"0.1": "column"}, [Column()], Column()):

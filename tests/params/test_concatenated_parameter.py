@@ -258,6 +258,7 @@ def test_what_is_joined_is_known_again() -> None:
     assert_as_meant(model, x)
     whole = binding.taken()
     assert whole is binding.taken() and model._prepared()[0].fuser._last is not None
+    assert binding.shape() == whole.shape
     with torch.no_grad():
         model.key_weight.mul_(2.0)
     assert_as_meant(model, x)

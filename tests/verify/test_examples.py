@@ -17,7 +17,7 @@ from te_fuser.fusions import Details, OneOf, Optional, Repeat, fusion
 from te_fuser.ops.attention.heads import PackedHeads
 from te_fuser.ops.base import FusableOperation, Spec
 from te_fuser.verify import VerificationError, example
-from te_fuser.verify.examples import EXAMPLES, LAYOUTS, OpExample, example_of, examples, expand
+from te_fuser.verify.examples import EXAMPLES, LAYOUTS, OpExample, example_cases, example_of, examples, expand
 
 pytestmark = pytest.mark.usefixtures("few_rows")
 check = partial(te_fuser.verify, dtypes=[torch.float32], kernels="reference", device="cpu")
@@ -257,3 +257,9 @@ def test_layouts_keep_the_numbers(name: str) -> None:
         assert torch.equal(laid, t)
     if name != "contiguous":
         assert not laid.is_contiguous() or laid.data_ptr() % 16
+
+
+def test_layouts_of_more_dimensions_are_tried() -> None:
+    cases = [*example_cases([torch.float32], ["weight"], True, 8)]
+    row, more = ({(c.layout, c.upstream) for c in cases if c.leading == at} for at in ((17,), (5, 4)))
+    assert more == row - {("contiguous", "contiguous")} and len(more) > 1

@@ -89,6 +89,11 @@ SUMS: dict[str, tuple[Callable[[], list[Any]], list[str]]] = {
     ),
     "blocks of a gate": (lambda: [column(), ops.SwiGLU(glu_interleave_size=2), row(F), ops.LayerNorm(F)], []),
     "one number for all features": (lambda: [column(), Temperature(), row()], ["temperature.number"]),
+    "keys and values of the list's own": (
+        lambda: [column(), ops.Fork("memory"), ops.SwiGLU(), heads(packing=ops.Apart(key_value="memory")), row(F)],
+        [],
+    ),
+    "terms added up by hand": (lambda: [column(), ops.MatMul(F, F), ops.AllReduce(TP), ops.GELU()], []),
 }
 
 
@@ -104,6 +109,20 @@ def test_heads_of_a_plain_list_are_those_of_the_whole() -> None:
     graph = planned(column(outer=3 * F), attention, row(F))
     assert [n.op.heads for n in graph.nodes if isinstance(n.op, ops.DotProductAttention)] == [1]
     assert attention.heads == 2
+
+
+def test_positions_of_a_context_are_turned_by_an_op_that_is_not_told_of_it() -> None:
+    turned, core = ops.RotaryEmbedding(4, heads=2, kv_heads=2, packing="blocked", layout="sequence_first"), heads()
+    core.context = TP
+    nodes = planned(ops.Linear(F, 3 * F), turned, core).nodes
+    assert [n.op.context for n in nodes if isinstance(n.op, ops.RotaryEmbedding)] == [TP]
+
+
+def test_keys_and_values_of_a_context_are_exchanged_each_on_its_own() -> None:
+    op = heads(packing=ops.Apart(key_value="memory", packing="blocked", value_dim=8))
+    op.context = TP
+    nodes = planned(op, memory=torch.zeros(4, 6, 2 * (4 + 8))).nodes
+    assert [n.op.parts for n in nodes if isinstance(n.op, ops.AllToAll)] == [(4, 8), (1,), (1,)]
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
@@ -124,6 +143,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: planned(column(), ops.Linear(F, F)),
         "Bias takes a sum, and x is a term of a sum over the ranks",
     ),
+    "a sum of what is no term": (
+        lambda: planned(column(), ops.AllReduce(TP)),
+        "AllReduce takes what is a term of a sum over the ranks in the ranks of tp, and x is cut by features",
+    ),
     "whole rows where they are to be cut": (
         lambda: planned(column(), row(), column(rows=0), row(rows=0)),
         "takes what is cut by rows along dimension 0 in the ranks of tp, and x is whole: make both alike",
@@ -135,6 +158,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "attention on a part of the sequence": (
         lambda: planned(cut(ops.LayerNorm(F), None, 0), ops.Linear(F, 3 * F), heads()),
         "DotProductAttention takes whole sequences, and x is cut by rows along dimension 0",
+    ),
+    "keys that are whole beside queries that are not": (
+        lambda: planned(ops.Fork("m"), column(2 * F, F), heads(packing=ops.Apart(key_value="m")), x=(4, 6, 2 * F)),
+        "DotProductAttention: x is cut by features in the ranks of tp, key_value is whole: make both alike",
     ),
     "heads that ranks cannot share": (
         lambda: planned(
