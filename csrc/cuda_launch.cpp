@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <limits>
 #include <memory>
-#include <utility>
 
 namespace te {
 namespace {
@@ -85,9 +84,8 @@ class LaunchFrame {
     int64_t bytes = row_value * static_cast<int64_t>(program.row_values);
     for (size_t i = 0; i < program.partial_widths.size(); ++i) bytes += partial_bytes(program, i);
     if (bytes == 0) return true;
-    scratch_ = std::make_unique<DeviceMemory>();
-    if (!take(*scratch_, device, bytes, failure)) return false;
-    char* next = scratch_->data();
+    if (!take(scratch_, device, bytes, failure)) return false;
+    char* next = scratch_.data();
     for (size_t i = 0; i < program.partial_widths.size(); ++i) {
       partials_[i] = next;
       next += partial_bytes(program, i);
@@ -148,7 +146,7 @@ class LaunchFrame {
   long long seed_value_, seed_offset_;
   Array<void*> tensors_, partials_, row_values_;
   Array<int32_t> integers_;
-  std::unique_ptr<DeviceMemory> scratch_;
+  DeviceMemory scratch_;
   std::vector<std::unique_ptr<DeviceMemory>> copies_;
 };
 

@@ -5,7 +5,6 @@
 #include <cstdint>
 
 #include "cuda_kernel.h"
-#include "gil.h"
 #include "kernel_call.h"
 #include "new_tensor.h"
 #include "sole_owner.h"

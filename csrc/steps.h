@@ -6,8 +6,6 @@
 #include <Python.h>
 
 #include <cstdint>
-#include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
