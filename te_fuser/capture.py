@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -187,10 +188,18 @@ def cuda_graph(model: torch.nn.Module, sample_inputs: Samples, *, warmup: int = 
 
 @contextlib.contextmanager
 def _held_graphs_told() -> Iterator[None]:
-    """In here CUDA's error for work on the default stream is put in words: mostly an autograd graph of before."""
+    """In here CUDA's error for work on the default stream is put in words: mostly an autograd graph of before.
+
+    After a capture that failed PyTorch (2.11) takes the default generator for captured still, and refuses to draw from
+    it until a capture ends well: an empty one does.
+    """
     try:
         yield
     except RuntimeError as error:
+        with contextlib.suppress(RuntimeError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of an empty graph
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                pass
         if "legacy stream" not in f"{error} {error.__context__}":
             raise
         raise RuntimeError(
