@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -52,7 +53,7 @@ class Edge:
     @functools.cached_property
     def takes(self) -> tuple[float, float]:
         """Seconds of its steps, and those of the host."""
-        return sum([s.seconds for s in self.steps]), sum([s.host for s in self.steps])
+        return math.fsum([s.seconds for s in self.steps]), math.fsum([s.host for s in self.steps])
 
     @property
     def match(self) -> MatchOf | None:

@@ -8,6 +8,7 @@ taken in a pass over the plan, where a kernel by tiles, or a fusion that can, ma
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -117,7 +118,7 @@ def in_forward(prices: Prices, stretch: DerivedStretch, covers: Place, kept: Ite
     if kernel is not None and not why_not_transposed(prices.problem.options, kernel.description):
         return sum(map(prices.size, turned)) / prices.problem.options.device.bandwidth, 0.0
     steps = [turning_step(prices, r, covers) for r in turned]
-    return sum([s.seconds for s in steps]), sum([s.host for s in steps])
+    return math.fsum([s.seconds for s in steps]), math.fsum([s.host for s in steps])
 
 
 class _Handover(NamedTuple):

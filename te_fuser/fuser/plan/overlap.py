@@ -8,6 +8,7 @@ there in time. Gradients that products leave to `backward_dw` are the last steps
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +39,7 @@ def overlap_exchanges(plan: Plan, prices: Prices) -> Plan:
     device, graph = plan.device, plan.graph.rounded()
     orders = [_Order(segment, device, lambda ref: ref.bytes(graph)) for segment in plan.segments]
     late, filled = ([order.backward(fill) for order in orders] for fill in (False, True))
-    gain = sum([seconds(a, device) - seconds(b, device) for a, b in zip(late, filled, strict=True)])
+    gain = math.fsum([seconds(a, device) - seconds(b, device) for a, b in zip(late, filled, strict=True)])
     peaks = [max(order.peak(steps) for order, steps in zip(orders, made, strict=True)) for made in (late, filled)]
     memory = prices.problem.options.memory
     weight = LAMBDA["balanced"] if isinstance(memory, int) else LAMBDA[memory]

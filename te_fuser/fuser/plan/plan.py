@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -218,7 +219,7 @@ class Plan:
 
     def seconds(self, *directions: str) -> float:
         """Predicted time of some directions, both by default: a GPU works beside its host, a CPU is its own."""
-        return sum(map(self._seconds, directions or DIRECTIONS))
+        return math.fsum(map(self._seconds, directions or DIRECTIONS))
 
     def _seconds(self, direction: str) -> float:
         device, host = self.device_seconds(direction), self.host_seconds(direction)
@@ -228,14 +229,15 @@ class Plan:
         """Predicted time of the work in some directions, both by default; a CPU's steps have their calls beside it."""
         calls = -1.0 if self.device.kind == "cpu" else 0.0
         parts = itertools.product(self.segments, directions or DIRECTIONS)
-        first = sum([s.seconds + calls * s.host for s in self._first(directions)])
-        return first + sum([s.seconds + calls * s.host for p, d in parts for s in p.steps(d)])
+        first = math.fsum([s.seconds + calls * s.host for s in self._first(directions)])
+        return first + math.fsum([s.seconds + calls * s.host for p, d in parts for s in p.steps(d)])
 
     def host_seconds(self, *directions: str) -> float:
         """Predicted time of the host's calls in some directions, both by default."""
         parts = itertools.product(self.segments, directions or DIRECTIONS)
-        first = sum([s.host for s in self._first(directions)])
-        return first + sum([p.node(d, self.device.host) + sum([s.host for s in p.steps(d)]) for p, d in parts])
+        first = math.fsum([s.host for s in self._first(directions)])
+        of_nodes = [p.node(d, self.device.host) + math.fsum([s.host for s in p.steps(d)]) for p, d in parts]
+        return first + math.fsum(of_nodes)
 
     def _first(self, directions: tuple[str, ...]) -> tuple[Step, ...]:
         return self.before if "forward" in (directions or DIRECTIONS) else ()

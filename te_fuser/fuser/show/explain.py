@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -419,7 +420,7 @@ def _gains_page(plan: Plan) -> Iterable[Any]:
 
 def _gained(entries: Sequence[Gain]) -> list[str]:
     """The milliseconds of some products in 8 bits, in their own precision, and the difference."""
-    taken, own = sum(g.seconds for g in entries), sum(g.own_seconds for g in entries)
+    taken, own = math.fsum(g.seconds for g in entries), math.fsum(g.own_seconds for g in entries)
     return [f"{seconds * 1e3:.3f}" for seconds in (taken, own, own - taken)]
 
 
