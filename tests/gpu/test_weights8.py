@@ -12,7 +12,7 @@ from te_fuser.kernels.quantizers import Weight8, quantizer_on
 from te_fuser.quantization import quantize
 from tests.float8 import E4M3, FORMATS, codes, every_number, telling_numbers
 from tests.gpu.captures import captured
-from tests.kernels.weights8 import (
+from tests.kernels.test_quantizers import (
     DTYPES,
     NOTHING,
     SIZES,

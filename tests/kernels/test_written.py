@@ -17,7 +17,7 @@ from tests.codegen import ptx
 from tests.float8 import E4M3, E5M2, POWERS
 from tests.kernels import one_query_cases, packed_cases, turned_cases
 from tests.kernels import test_decode_attention as caches
-from tests.kernels import test_quantizers_by_blocks as blocks
+from tests.kernels import test_quantizers as quantizers
 from tests.needs import needs_nvrtc
 
 PACKED = (
@@ -38,7 +38,7 @@ KERNELS: Mapping[str, tuple[Sequence[TextKernel[Any]], set[str]]] = {
     "key_value_cache": ([*caches.KERNELS.values()], {"key_value_cache"}),
     "moved_rows": ([FindTokens()], {"find_tokens", "move_rows"}),
     "one_query": ([one_query_cases.CASES[n].kernel for n in QUERIES], {"one_query_parts", "one_query_merged"}),
-    "own_scales": (blocks.BLOCKS, set()),
+    "own_scales": (quantizers.BLOCKS, set()),
     "own_weights": ([measuring_weights(POWERS)], set()),
     "packed_heads": ([c.kernel for c in packed_cases.CASES if c.name in PACKED], {"packed_heads"}),
     "packed_tiles": ([case.tiles for case in packed_cases.TILES], {"packed_tiles"}),
