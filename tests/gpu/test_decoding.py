@@ -12,8 +12,7 @@ import torch
 import te_fuser
 from te_fuser import fusions, ops
 from tests.gpu.packing_providers import nothing_waits
-from tests.kernels.one_query_cases import CASES, Case
-from tests.kernels.test_decode_attention import KERNELS, by_kernel, call, plain
+from tests.kernels.test_decode_attention import CASES, KERNELS, Case, by_kernel, call, plain
 
 GPU = torch.device("cuda", 0)
 LONG = {
