@@ -145,7 +145,7 @@ ASPECTS = {
     "codegen": {"float8", "maxima", "targets"},
     "fusions": {"plans", "refusals", "quack", "quack_float8"},
     "kernels": {"written"},
-    "formula": {"counts", "philox", "row_ops"},
+    "formula": {"philox", "row_ops"},
     "ops": {"messages"},
 }  # fmt: skip
 
