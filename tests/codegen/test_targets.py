@@ -19,7 +19,7 @@ from te_fuser.dtypes import FLOAT8
 from te_fuser.formula import expr
 from te_fuser.formula import functions as f
 from te_fuser.formula.expr import Axes
-from tests.codegen import corpus, test_cuda_blocks, test_float8, test_in_place, test_maxima, tile_cases
+from tests.codegen import corpus, test_cuda_tile, test_float8, test_in_place, tile_cases
 from tests.codegen.corpus import RARE, Kit, descriptions, inputs, rare_inputs, reference
 from tests.codegen.cuda_calls import complaints
 from tests.codegen.targets import ON_EVERY_TARGET, Kernels, call, compiled
@@ -146,7 +146,7 @@ def tiles(reads: Sequence[str] = ("bfloat16",), widths: Sequence[int] = (4096,))
     for family in tile_cases.FAMILIES:
         yield from (family(Kit(*BF16), width, "float8_e4m3fn") for width in widths)
     for read in reads:
-        for make in (test_cuda_blocks.copied, test_cuda_blocks.gelu, test_cuda_blocks.slope):
+        for make in (test_cuda_tile.copied, test_cuda_tile.gelu, test_cuda_tile.slope):
             d = make(Kit(read, read), 4096, "float8_e4m3fn")
             yield dataclasses.replace(d, stores=d.stores[1:])
 
@@ -157,7 +157,7 @@ def overwriting() -> Iterator[KernelDescription]:
 
 
 def raising(every: int = 1) -> Iterator[KernelDescription]:
-    yield from (test_maxima.RAISING[name] for name in test_maxima.NAMES[::every])
+    yield from (test_float8.RAISING[name] for name in test_float8.NAMES[::every])
 
 
 # Of each architecture what is compiled: of the newest and the oldest less, whose text is that of the one between.
