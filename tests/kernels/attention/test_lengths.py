@@ -10,18 +10,8 @@ import pytest
 import torch
 
 from te_fuser import ops
-from te_fuser.kernels.attention import AttentionProblem, lengths
+from te_fuser.kernels.attention import AttentionProblem, lengths, padding
 from te_fuser.kernels.attention.lengths import BlankRows, Blanks, Side, blank_by_kernel, blank_by_torch
-from te_fuser.kernels.attention.padding import (
-    CompactByKernel,
-    CompactByTorch,
-    FindTokens,
-    MoveRows,
-    Padded,
-    Tokens,
-    reason_not,
-    why_not_moved,
-)
 from te_fuser.ops.attention.mask import AttentionMask
 from te_fuser.ops.base import Spec
 from tests.fake_cuda import FakeDriver
@@ -36,7 +26,9 @@ from tests.needs import needs_compiler
 
 DTYPES = (torch.bfloat16, torch.float16)
 # Kernels that blank rows, find tokens and move them.
-emulated = emulating(lambda: [FindTokens(), *(kind(dtype) for kind in (BlankRows, MoveRows) for dtype in DTYPES)])
+emulated = emulating(
+    lambda: [padding.FindTokens(), *(kind(dtype) for kind in (BlankRows, padding.MoveRows) for dtype in DTYPES)]
+)
 
 
 @pytest.mark.parametrize("name", BLANKED)
@@ -227,12 +219,12 @@ WAYS = ["torch", pytest.param("kernel", marks=needs_compiler)]
 
 
 @pytest.fixture
-def rows(request: pytest.FixtureRequest) -> type[CompactByTorch] | type[CompactByKernel]:
+def rows(request: pytest.FixtureRequest) -> type[padding.CompactByTorch] | type[padding.CompactByKernel]:
     """One of both ways."""
     if request.param == "torch":
-        return CompactByTorch
+        return padding.CompactByTorch
     request.getfixturevalue("emulated")
-    return CompactByKernel
+    return padding.CompactByKernel
 
 
 def hidden(samples: int, positions: int, seed: int = 0) -> torch.Tensor:
@@ -255,7 +247,7 @@ def expected(masks: list[torch.Tensor]) -> list[tuple[list[int], list[list[int]]
     return found
 
 
-def check(found: Tokens, lengths: list[int], places: list[list[int]]) -> None:
+def check(found: padding.Tokens, lengths: list[int], places: list[list[int]]) -> None:
     assert found.lengths.tolist() == lengths and found.lengths.dtype == found.offsets.dtype == torch.int32
     assert found.offsets.diff().tolist() == [len(p) for p in places] and found.offsets[0] == 0
     for row, place in zip(found.places, places, strict=True):
@@ -264,7 +256,7 @@ def check(found: Tokens, lengths: list[int], places: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("rows", WAYS, indirect=True)
 @pytest.mark.parametrize("sizes", [(6, 9), (5, 300), (1, 1), (3, 1000)])
-def test_find(rows: type[CompactByTorch] | type[CompactByKernel], sizes: tuple[int, int]) -> None:
+def test_find(rows: type[padding.CompactByTorch] | type[padding.CompactByKernel], sizes: tuple[int, int]) -> None:
     mask, other = hidden(*sizes), hidden(sizes[0], 7, seed=1).flip(0)
     positions, none = sizes[1], torch.zeros(sizes[0], 1, 1, sizes[1], dtype=torch.bool)
     found, nothing = rows.find(mask, None, positions, None)
@@ -282,7 +274,7 @@ def test_find(rows: type[CompactByTorch] | type[CompactByKernel], sizes: tuple[i
 @pytest.mark.parametrize("sequence_first", [False, True])
 @pytest.mark.parametrize("sizes", [(6, 9), (5, 70), (2, 3)])
 def test_together_and_back(
-    rows: type[CompactByTorch] | type[CompactByKernel], sizes: tuple[int, int], sequence_first: bool
+    rows: type[padding.CompactByTorch] | type[padding.CompactByKernel], sizes: tuple[int, int], sequence_first: bool
 ) -> None:
     """Of rows that lie in many ways, and to those in pieces."""
     mask, x = hidden(*sizes), torch.randn(*sizes, 24, generator=torch.Generator().manual_seed(3)).bfloat16()
@@ -312,22 +304,22 @@ def test_launches(emulated: FakeDriver) -> None:
     """One to find tokens, one for each tensor, and no copy."""
     x = torch.randn(3, 8, 16).bfloat16()
     emulated.launches = emulated.copies = 0
-    tokens, _ = CompactByKernel.find(hidden(3, 8), None, 8, None)
-    CompactByKernel.back(CompactByKernel.together(x, tokens), tokens, x[:, :, None])
+    tokens, _ = padding.CompactByKernel.find(hidden(3, 8), None, 8, None)
+    padding.CompactByKernel.back(padding.CompactByKernel.together(x, tokens), tokens, x[:, :, None])
     assert (emulated.launches, emulated.copies) == (3, 0)
 
 
 @pytest.fixture(params=["cuda_flash", "cuda_flash_attn_4"])
-def provider(request: pytest.FixtureRequest) -> Iterator[Padded]:
+def provider(request: pytest.FixtureRequest) -> Iterator[padding.Padded]:
     """Each, with what it calls in place."""
     with told.in_place(all_rows=False):
-        yield Padded(BY_NAME[request.param], CompactByTorch)
+        yield padding.Padded(BY_NAME[request.param], padding.CompactByTorch)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MASKS)
-def test_values_and_gradients(provider: Padded, name: str, layout: str, kind: str) -> None:
+def test_values_and_gradients(provider: padding.Padded, name: str, layout: str, kind: str) -> None:
     """As the op's own."""
     op, tensors = case(name, layout, kind)
     settings, dy = op.settings(), structured.output_gradient(op, tensors)
@@ -346,11 +338,11 @@ def test_values_and_gradients(provider: Padded, name: str, layout: str, kind: st
 @pytest.mark.parametrize("name", MASKS)
 def test_by_kernels(name: str, layout: str, kind: str, emulated: FakeDriver) -> None:
     """As by PyTorch, to the bit, whichever provider attends in between."""
-    provider = Padded(BY_NAME["cuda_flash"], CompactByTorch)
+    provider = padding.Padded(BY_NAME["cuda_flash"], padding.CompactByTorch)
     op, tensors = case(name, layout, kind, dtype=torch.bfloat16)
     settings, dy = op.settings(), structured.output_gradient(op, tensors)
     found = []
-    for way, blank in ((provider, blank_by_torch), (replace(provider, rows=CompactByKernel), blank_by_kernel)):
+    for way, blank in ((provider, blank_by_torch), (replace(provider, rows=padding.CompactByKernel), blank_by_kernel)):
         with told.in_place(all_rows=False):
             y, saved = way.forward(settings, tensors, blank)
             made = way.backward(settings, {**tensors, "output": y, **saved}, dy, blank)
@@ -359,7 +351,7 @@ def test_by_kernels(name: str, layout: str, kind: str, emulated: FakeDriver) -> 
         assert torch.equal(found[1][key], want), key
 
 
-def test_nothing_to_attend_to(provider: Padded) -> None:
+def test_nothing_to_attend_to(provider: padding.Padded) -> None:
     op, tensors = case("packed", "batch_first", "end")
     tensors = {"input": tensors["input"][:, :0], "padding": tensors["padding"][..., :0]}
     y, saved = provider.forward(op.settings(), tensors, blank_by_torch)
@@ -383,7 +375,7 @@ def test_why_not(mask: AttentionMask, scores: dict, words: str) -> None:
     settings = ops.DotProductAttention(
         4, 8, mask=mask, packing=packing, scores=ops.AttentionScores(**scores), layout="sequence_first"
     ).settings()
-    reason = why_not_moved(settings)
+    reason = padding.why_not_moved(settings)
     assert reason is not None and words in reason and reason.startswith("padding by a boolean tensor is told by moving")
 
 
@@ -392,7 +384,7 @@ def test_which_providers_take_it() -> None:
         op = ops.DotProductAttention(4, 64, mask=mask, packing=packing, layout="sequence_first")
         x = Spec((128, 4, op.packed.features), torch.bfloat16, torch.device("cuda"))
         keys = 128 if packing == "apart" else None
-        return reason_not(BY_NAME[name], AttentionProblem.of(op.settings(), x, (9, 0), True, keys))
+        return padding.reason_not(BY_NAME[name], AttentionProblem.of(op.settings(), x, (9, 0), True, keys))
 
     assert reason("cuda_flash", AttentionMask(**ONE)) is None
     assert reason("cuda_flash", AttentionMask(causal=True, **SAME), "apart") is None

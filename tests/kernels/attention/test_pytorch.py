@@ -11,36 +11,26 @@ import torch.nn.functional as F
 from te_fuser.kernels.attention import AttentionProblem
 from te_fuser.kernels.attention.qkv_views import Views, has_one_stride
 from te_fuser.ops.base import OpCall, Spec
-from tests.kernels.attention.cases import (
-    CPU,
-    LAYOUTS,
-    MASKS,
-    PACKINGS,
-    assert_matches,
-    boolean_mask,
-    by_op,
-    by_provider,
-    make,
-)
+from tests.kernels.attention import cases
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("layout", cases.LAYOUTS)
+@pytest.mark.parametrize("packing", cases.PACKINGS)
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_cpu_flash(layout, packing, kv_heads):
-    for (mask, kind), (dim, samples) in itertools.product(MASKS, ((5, 2), (8, 1), (16, 2), (33, 2))):
-        op, x, dy = make(kv_heads=kv_heads, dim=dim, samples=samples, mask=mask, layout=layout, packing=packing)
-        assert CPU.reason_not(AttentionProblem.of(op.settings(), Spec(x.shape, x.dtype, x.device))) is None
-        assert_matches(CPU, op, x, dy, None if kind is None else boolean_mask(kind, samples))
+    for (mask, kind), (dim, samples) in itertools.product(cases.MASKS, ((5, 2), (8, 1), (16, 2), (33, 2))):
+        op, x, dy = cases.make(kv_heads=kv_heads, dim=dim, samples=samples, mask=mask, layout=layout, packing=packing)
+        assert cases.CPU.reason_not(AttentionProblem.of(op.settings(), Spec(x.shape, x.dtype, x.device))) is None
+        cases.assert_matches(cases.CPU, op, x, dy, None if kind is None else cases.boolean_mask(kind, samples))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_cpu_flash_errs_no_more_than_twice_pytorch(dtype, kv_heads):
-    for mask, packing in itertools.product(("none", "causal"), PACKINGS):
-        op, x, dy = make(kv_heads=kv_heads, dim=16, positions=130, dtype=dtype, mask=mask, packing=packing)
-        ours = by_provider(CPU, op, x, dy)
-        exact = by_op(op, x.double(), dy.double())
+    for mask, packing in itertools.product(("none", "causal"), cases.PACKINGS):
+        op, x, dy = cases.make(kv_heads=kv_heads, dim=16, positions=130, dtype=dtype, mask=mask, packing=packing)
+        ours = cases.by_provider(cases.CPU, op, x, dy)
+        exact = cases.by_op(op, x.double(), dy.double())
         leaf = x.clone().requires_grad_()
         q, k, v = op.packed.split(leaf)
         heads = F.scaled_dot_product_attention(
@@ -54,31 +44,33 @@ def test_cpu_flash_errs_no_more_than_twice_pytorch(dtype, kv_heads):
 
 
 def test_the_mask_lies_where_the_input_does():
-    op, x, dy = make(mask="given")
-    mask = boolean_mask("some")
+    op, x, dy = cases.make(mask="given")
+    mask = cases.boolean_mask("some")
     with torch.device("meta"):
-        assert_matches(CPU, op, x, dy, mask)
+        cases.assert_matches(cases.CPU, op, x, dy, mask)
 
 
 def test_cpu_flash_and_the_op_share_their_logsumexp():
-    for layout, packing, kv_heads, mask in itertools.product(LAYOUTS, PACKINGS, (4, 2), ("causal", "given")):
-        op, x, dy = make(kv_heads=kv_heads, layout=layout, packing=packing, mask=mask)
-        given = boolean_mask("some") if mask == "given" else None
+    for layout, packing, kv_heads, mask in itertools.product(
+        cases.LAYOUTS, cases.PACKINGS, (4, 2), ("causal", "given")
+    ):
+        op, x, dy = cases.make(kv_heads=kv_heads, layout=layout, packing=packing, mask=mask)
+        given = cases.boolean_mask("some") if mask == "given" else None
         call = OpCall({"attention_mask": given})
         y = op.op_forward(call, x)
-        _, saved = CPU.forward(op.settings(), {"input": x, "attention_mask": given})
+        _, saved = cases.CPU.forward(op.settings(), {"input": x, "attention_mask": given})
         torch.testing.assert_close(saved["logsumexp"], call.emitted["logsumexp"])
         assert not saved["logsumexp"]._is_view()
         want = op.op_backward(OpCall({"input": x, "attention_mask": given, **call.emitted}), dy)
         crossed = op.op_backward(OpCall({"input": x, "attention_mask": given, **saved}), dy)
         torch.testing.assert_close(crossed, want)
         tensors = {"input": x, "output": y, "attention_mask": given, **call.emitted}
-        torch.testing.assert_close(CPU.backward(op.settings(), tensors, dy)["input"], want)
+        torch.testing.assert_close(cases.CPU.backward(op.settings(), tensors, dy)["input"], want)
 
 
 def test_heads_are_read_where_they_lie():
-    for layout, packing, kv_heads, samples in itertools.product(LAYOUTS, PACKINGS, (4, 2, 1), (1, 2)):
-        op, x, _ = make(kv_heads=kv_heads, layout=layout, packing=packing, samples=samples)
+    for layout, packing, kv_heads, samples in itertools.product(cases.LAYOUTS, cases.PACKINGS, (4, 2, 1), (1, 2)):
+        op, x, _ = cases.make(kv_heads=kv_heads, layout=layout, packing=packing, samples=samples)
         views = Views(op.settings(), samples, 7)
         parts = views.split(x)
         where = x.untyped_storage().data_ptr()
@@ -97,8 +89,8 @@ def test_heads_are_read_where_they_lie():
 
 def test_a_mask_keeps_samples_and_heads_apart():
     """So that query heads of groups have no common stride then, wherever samples lie."""
-    for layout, packing, kv_heads in itertools.product(LAYOUTS, PACKINGS, (4, 2, 1)):
-        op, x, _ = make(kv_heads=kv_heads, layout=layout, packing=packing, mask="given", samples=2)
+    for layout, packing, kv_heads in itertools.product(cases.LAYOUTS, cases.PACKINGS, (4, 2, 1)):
+        op, x, _ = cases.make(kv_heads=kv_heads, layout=layout, packing=packing, mask="given", samples=2)
         assert op.settings().masked
         q, k, v = Views(op.settings(), 2, 7).split(x)
         assert q.shape[:2] == (2, 4) and k.shape[:2] == v.shape[:2] == (2, kv_heads)
@@ -108,27 +100,27 @@ def test_a_mask_keeps_samples_and_heads_apart():
 
 
 def test_a_contiguous_part_of_a_larger_tensor_is_read_where_it_begins():
-    op, x, _ = make(kv_heads=2, samples=2)
+    op, x, _ = cases.make(kv_heads=2, samples=2)
     whole = torch.cat((x.new_zeros(3, *x.shape[1:]), x))
     for got, want in zip(Views(op.settings(), 2, 7).split(whole[3:]), Views(op.settings(), 2, 7).split(x), strict=True):
         assert torch.equal(got, want)
 
 
 def test_results_own_their_storage():
-    for layout, packing, kv_heads, mask in itertools.product(LAYOUTS, PACKINGS, (4, 2), ("none", "given")):
-        op, x, dy = make(kv_heads=kv_heads, layout=layout, packing=packing, mask=mask)
-        for made in by_provider(CPU, op, x, dy, boolean_mask("padding") if mask == "given" else None):
+    for layout, packing, kv_heads, mask in itertools.product(cases.LAYOUTS, cases.PACKINGS, (4, 2), ("none", "given")):
+        op, x, dy = cases.make(kv_heads=kv_heads, layout=layout, packing=packing, mask=mask)
+        for made in cases.by_provider(cases.CPU, op, x, dy, cases.boolean_mask("padding") if mask == "given" else None):
             assert made.is_contiguous() and not made._is_view()
             assert made.untyped_storage().nbytes() == made.numel() * made.element_size()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", cases.LAYOUTS)
 def test_strided_inputs_and_gradients(layout):
-    for packing, kv_heads, mask in itertools.product(PACKINGS, (4, 2), ("none", "given")):
-        op, x, dy = make(kv_heads=kv_heads, layout=layout, packing=packing, mask=mask)
-        given = boolean_mask("some") if mask == "given" else None
+    for packing, kv_heads, mask in itertools.product(cases.PACKINGS, (4, 2), ("none", "given")):
+        op, x, dy = cases.make(kv_heads=kv_heads, layout=layout, packing=packing, mask=mask)
+        given = cases.boolean_mask("some") if mask == "given" else None
         transposed = x.transpose(0, 1).contiguous().transpose(0, 1)
         for strided in (transposed, torch.cat((x, x), -1)[..., : x.shape[-1]], torch.stack((x, x), -1)[..., 0]):
-            assert_matches(CPU, op, strided, dy, given)
+            cases.assert_matches(cases.CPU, op, strided, dy, given)
         for few in (dy[:1, :1, :1], dy[:1], dy[:, :1], dy[..., :1]):
-            assert_matches(CPU, op, x, few.expand(dy.shape), given)
+            cases.assert_matches(cases.CPU, op, x, few.expand(dy.shape), given)
