@@ -160,7 +160,7 @@ emulated = emulating(lambda: [*(case.kernel for case in CASES.values()), *KERNEL
 
 
 def call(
-    made: CacheWrite, positions: int, sequence_first: bool, starts: list[int], counts: list[int]
+    made: CacheWrite, positions: int, sequence_first: bool, starts: list[int], counts: list[int], device: torch.device
 ) -> tuple[torch.Tensor, ...]:
     """x, caches of one sample more, starts, counts."""
     rng = torch.Generator().manual_seed(positions)
@@ -168,10 +168,10 @@ def call(
 
     def rows(count: int, batch: int, features: int) -> torch.Tensor:
         shape = (count, batch) if sequence_first else (batch, count)
-        return torch.randn(*shape, features, generator=rng).to(made.dtype)
+        return torch.randn(*shape, features, generator=rng).to(device, made.dtype)
 
     caches = (rows(ROOM + 1, samples + 1, wide).narrow(int(sequence_first), 0, samples) for _ in range(2))
-    whole = (torch.tensor(numbers, dtype=made.whole) for numbers in (starts, counts))
+    whole = (torch.tensor(numbers, dtype=made.whole, device=device) for numbers in (starts, counts))
     return rows(positions, samples, wide * (made.per_group + 2)), *caches, *whole
 
 
@@ -195,10 +195,7 @@ def by_kernel(made: CacheWrite, sequence_first: bool, x: torch.Tensor, *given: t
     return decode_attention.put(made, x, key_cache, value_cache, starts, counts, sequence_first)
 
 
-@needs_compiler
-@pytest.mark.parametrize("sequence_first", [True, False])
-@pytest.mark.parametrize("name", KERNELS)
-def test_written_caches(name: str, sequence_first: bool, emulated: FakeDriver) -> None:
+def check_caches(name: str, sequence_first: bool, device: torch.device) -> None:
     """Tokens, padding, and places that are none; the last position, that of padding, becomes zeros."""
     made = KERNELS[name]
     for positions, starts, counts in (
@@ -207,7 +204,7 @@ def test_written_caches(name: str, sequence_first: bool, emulated: FakeDriver) -
         (3, [4, -1, 6], [3, 1, 1]),
         (0, [0, 0, 0], [0, 0, 0]),
     ):
-        x, *ours = call(made, positions, sequence_first, starts, counts)
+        x, *ours = call(made, positions, sequence_first, starts, counts, device)
         theirs = [t.clone() for t in ours]
         want = plain(made, sequence_first, x, *theirs)
         versions = [t._version for t in ours[:2]]
@@ -218,6 +215,13 @@ def test_written_caches(name: str, sequence_first: bool, emulated: FakeDriver) -
             last = a.select(1 - int(sequence_first), ROOM)
             assert [not row.any() for row in last] == [positions > count for count in counts] or max(starts) > 5
         assert positions == 0 or all(t._version > v for t, v in zip(ours[:2], versions, strict=True))
+
+
+@needs_compiler
+@pytest.mark.parametrize("sequence_first", [True, False])
+@pytest.mark.parametrize("name", KERNELS)
+def test_written_caches(name: str, sequence_first: bool, emulated: FakeDriver) -> None:
+    check_caches(name, sequence_first, CPU)
 
 
 def test_caches_that_it_cannot_reach() -> None:
