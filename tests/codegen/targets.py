@@ -26,9 +26,9 @@ ON_EVERY_TARGET = pytest.mark.parametrize("target", ["torch", "cpp", "cuda"])
 class Kernels:
     """The kernels of descriptions, by target and key; C++ and CUDA text are compiled in one go each."""
 
-    def __init__(self, descriptions: Iterable[KernelDescription], folder: Path) -> None:
+    def __init__(self, descriptions: Iterable[KernelDescription], folder: Path, cache: Path) -> None:
         every = [*descriptions]
-        self.loaded = dict(zip([d.key for d in every], load(every, cache_dir=folder), strict=True))
+        self.loaded = dict(zip([d.key for d in every], load(every, cache_dir=cache), strict=True))
         self.emulated = dict(zip(self.loaded, emulated([cuda.generate(d) for d in every], folder), strict=True))
 
     def __call__(self, target: str, d: KernelDescription) -> Any:
@@ -42,8 +42,8 @@ def compiled(descriptions: Mapping[str, KernelDescription]) -> Any:
     """A fixture of a module: the kernels of these descriptions."""
 
     @pytest.fixture(scope="module")
-    def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-        return Kernels(descriptions.values(), tmp_path_factory.mktemp("kernels"))
+    def kernels(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Kernels:
+        return Kernels(descriptions.values(), tmp_path_factory.mktemp("emulated"), cache)
 
     return kernels
 

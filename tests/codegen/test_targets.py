@@ -210,7 +210,7 @@ def test_constants_that_float32_has_no_decimal_for_are_infinite_or_nan(tmp_path:
         Target(name, f.where(x > 0, x, expr.const(value)), Axes.FULL, 8, "float32") for name, value in values.items()
     ]
     d = describe("constants", targets, [], {"x": (Axes.FULL, 8, "float32")})
-    found, tensors = Kernels([d], tmp_path), {"x": torch.arange(-4.0, 4.0)[None].contiguous()}
+    found, tensors = Kernels([d], tmp_path, tmp_path), {"x": torch.arange(-4.0, 4.0)[None].contiguous()}
     for target in ("cpp", "cuda"):
         for got, value in zip(call(found(target, d), d, tensors, 1), (-math.inf, math.inf, math.nan), strict=True):
             wanted = torch.where(tensors["x"] > 0, tensors["x"], value)

@@ -91,11 +91,6 @@ def same(got: torch.Tensor, want: torch.Tensor) -> None:
 # ----------------------------------------------------------------------------------- random compositions
 
 
-def _swap(a: Any) -> Any:
-    first, second = f.split(a, 2)
-    return f.concat([second, first])
-
-
 def _rotate(a: Any) -> Any:
     first, second, third = f.split(a, 3)
     return f.concat([third * first, first, second])
@@ -139,7 +134,12 @@ UNARY: dict[str, Formula] = {
     "center": lambda a: a - f.row_mean(a),
     "normalize": lambda a: a * f.rsqrt(f.row_mean(a * a) + 0.1),
 }
-FEATURED: dict[str, Formula] = {"swap": _swap, "rotate": _rotate, "gate": _gate, "sum_of_half": _sum_of_half}
+FEATURED: dict[str, Formula] = {
+    "swap": lambda a: f.concat(f.split(a, 2)[::-1]),
+    "rotate": _rotate,
+    "gate": _gate,
+    "sum_of_half": _sum_of_half,
+}
 BINARY: dict[str, Formula] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,

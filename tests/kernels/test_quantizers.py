@@ -69,10 +69,6 @@ def weights_like(dtypes: Sequence[torch.dtype], device: str = "cpu") -> list[tor
     return made
 
 
-def scales_like(count: int, device: str = "cpu") -> torch.Tensor:
-    return (torch.rand(count, generator=torch.Generator().manual_seed(count)) * 400 + 0.3).to(device)
-
-
 def quantize_weights(
     weights: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], amaxes: Sequence[torch.Tensor] | None = None
 ) -> list[Quantized]:
@@ -111,7 +107,8 @@ def run_weights(
 ) -> list[str]:
     """Quantizes weights by scales in no order, with amaxes of which one is larger already, and looks at both."""
     device, count = weights[0].device.type, len(weights)
-    scales, before = scales_like(count, device), [0.0, 1e6, *[0.0] * (count - 2)]
+    scales = (torch.rand(count, generator=torch.Generator().manual_seed(count)) * 400 + 0.3).to(device)
+    before = [0.0, 1e6, *[0.0] * (count - 2)]
     amaxes = torch.tensor(before, device=device).unbind()
     given = [t for each in zip(weights, scales.unbind(), amaxes, strict=True) for t in each]
     made = quantizer([Weight8(w.dtype, records=True) for w in weights])(*given)

@@ -22,7 +22,7 @@ from tests.fake_cublaslt import FakeCublasLt, a_new_process
 
 SECONDS_OF = module._seconds_of
 F32 = torch.float32
-FORWARD, DGRAD = products.form_of("forward", F32, F32), products.form_of("dgrad", F32, F32)
+FORWARD = products.form_of("forward", F32, F32)
 
 
 @pytest.fixture(autouse=True)
