@@ -1,7 +1,6 @@
 """C++ from a kernel description: readable text for a CPU core, and what the runtime must know to call it.
 
-One function goes over the rows; with sums over rows, a second one adds up the partial sums. The schedule is
-`cpp_schedule`'s, expressions are `cpp_scope`'s.
+One function goes over the rows; with sums over rows, a second one adds up the partial sums.
 """
 
 from __future__ import annotations

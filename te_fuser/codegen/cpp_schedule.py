@@ -1,8 +1,7 @@
 """Schedule of a kernel on a CPU core: its loops over a row, and the values that wait between them in row buffers.
 
-A kernel goes over its rows one after the other. For each row there is one loop over the features for each stage of
-row reductions, and a last one that stores and adds to the sums over rows. What several loops need is computed again
-when that is cheap; otherwise it is kept in a row buffer, which stays in the core's first cache.
+For each row there is one loop over the features for each stage of row reductions, and a last one that stores and adds
+to the sums over rows. What several loops need is computed again when that is cheap; else a row buffer keeps it.
 """
 
 from __future__ import annotations

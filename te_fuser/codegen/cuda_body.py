@@ -439,7 +439,7 @@ class CudaKernelText:
 
     @property
     def backwards(self) -> bool:
-        """True where rows go from last to first: those that the next kernel reads first are then still in L2."""
+        """True where rows go last to first: the next kernel finds the first in L2."""
         return not (self.d.outputs or self.per_sample) and self.s.kind in (Kind.COLUMNS, Kind.REGISTERS)
 
     def row_at(self, index: str) -> str:

@@ -134,16 +134,13 @@ class ColumnText(CudaKernelText):
 class TileText(ColumnText):
     """Threads own `kVector` columns and walk down tiles of 128 rows: a kernel that stores transposed, or by blocks.
 
-    A thread has 8 bits of four rows at a time, which it turns in its registers and puts into shared memory; when the
-    whole tile is there, each thread stores 16 rows of a column at once. Two tiles lie there, of which one is written
-    while one is read. The rows of the tile are stored from registers, as other kernels store them, and column sums and
-    maxima are theirs, too.
+    A thread turns 8 bits of four rows in its registers and puts them into shared memory; when the whole tile is there,
+    each thread stores 16 rows of a column at once. One of two such tiles is written while the other is read. Rows,
+    column sums and maxima come from registers, as in other kernels: docs/lab/transposed-stores.md.
 
-    What is stored by blocks of 128 waits in shared memory, as it would be stored by rows, until the whole tile is
-    there: then its scales are known. Each thread reads there what it has put there itself. What it is made of comes to
-    the same place, a whole tile at once, and a turn waits for its own rows alone. Where tiles have all their columns,
-    the largest magnitudes are found while it is made, and the loop is there twice: a tile that has all its rows asks
-    for none.
+    By blocks of 128 a tile waits in shared memory until its scales are known; each thread reads there what it has put
+    there itself. What it is made of comes to the same place, a whole tile at once. Where tiles have all their columns,
+    the loop is there twice: a tile that has all its rows asks for none.
     """
 
     # Neighbours of a warp: 8 lanes, four times four rows. So words of 16 rows lie side by side, each in its own bank.

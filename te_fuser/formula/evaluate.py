@@ -65,11 +65,7 @@ def as_rows(tensor: torch.Tensor, axes: Axes | None, rows: torch.Tensor, stream:
 
 
 class Interpreter:
-    """Evaluates expressions over rows.
-
-    Tensors come as [rows, width], [rows], [width], [samples, width], [samples] or scalars by the axes of their leaf;
-    values in between are [rows or 1, width or 1].
-    """
+    """Evaluates expressions over rows; values in between are [rows or 1, width or 1]."""
 
     def __init__(
         self,

@@ -15,9 +15,7 @@ def topological(
 ) -> list[Expr]:
     """Every node below `roots`, arguments first, in an order that depends on structure alone.
 
-    Args:
-        stop: which nodes are left out, and with them what only they lead to.
-        stops: whether these nodes are in the order nevertheless, without what they lead to.
+    Nodes for which `stop` holds, and what only they lead to, are left out; with `stops` they are there themselves.
     """
     order: list[Expr] = []
     seen: set[Expr] = set()

@@ -201,11 +201,7 @@ class Fuser:
     # ------------------------------------------------------------------------------------- the way of a call
 
     def run(self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()) -> Any:
-        """Run the plan for x.
-
-        Raises:
-            TypeError, ValueError: when the input does not fit the list; the message names the op and what to do.
-        """
+        """Run the plan for x."""
         y = self.again(x, inputs, outputs)
         if y is not None:
             return y
@@ -231,7 +227,7 @@ class Fuser:
     def prepare(
         self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()
     ) -> tuple[Executable, Call]:
-        """The executable for a call, and the call: what of its parameters is computed is computed here, once."""
+        """The executable for a call, and the call, whose parameters are computed once."""
         return self._prepare(x, inputs, outputs)[:2]
 
     def _prepare(

@@ -46,12 +46,10 @@ class Value:
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """The dtype in which its gradient arrives."""
         return self.spec.dtype if self.gradient is None else self.gradient
 
     @property
     def gradient_spec(self) -> Spec:
-        """Shape, dtype and device of its gradient."""
         return self.spec if self.gradient is None else dataclasses.replace(self.spec, dtype=self.gradient)
 
 
@@ -171,7 +169,6 @@ class Graph:
 
     @functools.cached_property
     def makers(self) -> list[int | None]:
-        """Node that makes each value; None for inputs of the call."""
         found: list[int | None] = [None] * len(self.values)
         for n in self.nodes:
             for value in (n.output, *n.named_out):
@@ -180,11 +177,9 @@ class Graph:
 
     @functools.cached_property
     def results(self) -> frozenset[int]:
-        """The values that the caller gets."""
         return frozenset([self.output, *self.named_outputs.values()])
 
     def exact(self) -> Graph:
-        """The graph with plain sizes."""
         return self._seen(Spec.exact)
 
     def rounded(self) -> Graph:
@@ -249,7 +244,6 @@ class Graph:
         return "input" if given else ref.owner
 
     def needs_grad(self, value: int) -> bool:
-        """True where somebody upstream of this value needs a gradient."""
         return self.values[value].needs_grad
 
     def leaving(self, start: int, stop: int) -> list[int]:
@@ -299,11 +293,7 @@ def with_gradients(nodes: Sequence[Node], values: Sequence[Value], leaving: set[
 
 
 def check_gives_gradients(nodes: Sequence[Node], asked: Mapping[str, int]) -> None:
-    """Refuse a named input (name -> value) that a gradient is asked for, and whose readers give none.
-
-    Raises:
-        TypeError: naming it and who reads it.
-    """
+    """Refuse a named input (name -> value) that a gradient is asked for, and whose readers give none."""
     for name, value in asked.items():
         readers = [node for node in nodes if value in node.named_in.values()]
         if readers and not any(value in _given(node) for node in readers):
@@ -319,7 +309,7 @@ def _given(node: Node) -> list[int]:
 
 
 def _able(node: Node) -> tuple[str, ...]:
-    """Names of inputs to which an op gives gradients; equal for ops that are alike and read inputs of equal names."""
+    """Names of inputs to which an op gives gradients, equal for ops that are alike."""
     names = ("input", *[n for n in node.named_in if node.traits.reads[n].gradient])
     if node.traits.is_row:
         return names
@@ -354,11 +344,7 @@ def _reached(
 
 
 def _arriving(own: torch.dtype, readers: Iterable[Node], taken: tuple[torch.dtype, ...]) -> torch.dtype:
-    """The dtype in which the gradient of a value comes from its readers.
-
-    Args:
-        taken: the dtypes in which the op that makes it takes gradients beside its own.
-    """
+    """The dtype in which the gradient of a value comes; its op takes those in `taken`, too."""
     found: dict[torch.dtype, None] = {}
     for node in readers:
         dtype = own if node.traits.gradient_dtype is None else node.gradient_dtype(own)

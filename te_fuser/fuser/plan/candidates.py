@@ -51,17 +51,14 @@ class Edge:
 
     @functools.cached_property
     def takes(self) -> tuple[float, float]:
-        """Seconds of its steps, and those of the host."""
         return sum([s.seconds for s in self.steps]), sum([s.host for s in self.steps])
 
     @property
     def match(self) -> MatchOf | None:
-        """The fusion and its match, where it is one."""
         return None if self.fusion is None or self.whole is None else (self.fusion, self.whole)
 
     @property
     def is_joint(self) -> bool:
-        """True for one direction of a joint fusion."""
         return self.fusion is not None and self.fusion.direction == "joint"
 
 
@@ -86,13 +83,11 @@ class Found:
 
     @property
     def edges(self) -> Iterator[Edge]:
-        """Every candidate, of row ops first."""
         for group in (*self.rows, *self.lone, [self.others]):
             for edges in group:
                 yield from edges
 
     def refuse(self, direction: str, start: int, stop: int, name: str, reason: str) -> None:
-        """Note why something is no candidate."""
         self.refusals[Refusal(direction, start, stop, name, reason)] = None
 
 
@@ -117,11 +112,7 @@ def find_rows(problem: Problem, found: Found, derive: Callable[[Found, DerivedSt
 
 
 class Placed(NamedTuple):
-    """Candidates of one section in another one that is like it, or in its own.
-
-    Attributes:
-        by: how many ops later it is there.
-    """
+    """Candidates of one section in another one that is like it, `by` ops later, or in its own."""
 
     edges: tuple[Edge, ...]
     here: Section
@@ -130,7 +121,6 @@ class Placed(NamedTuple):
 
     @property
     def refs(self) -> Mapping[Ref, Ref]:
-        """Map from the refs of section `here` to those at their places in section `there`."""
         return self.here.refs_in(self.there)
 
     def moved(self, prices: Prices) -> Sequence[Edge]:
@@ -140,7 +130,6 @@ class Placed(NamedTuple):
         return [prices.once((e, self.there), functools.partial(self._edge, prices, e)) for e in self.edges]
 
     def _edge(self, prices: Prices, edge: Edge) -> Edge:
-        """The candidate at its place there."""
         by, whole = self.by, edge.whole
         if whole is not None:
             whole = whole[0] + by, whole[1] + by
@@ -189,7 +178,7 @@ def fusion_task(
     needed: frozenset[str] = frozenset(),
     gradient: Gradient | None = None,
 ) -> FusionTask:
-    """A direction of a fusion over the ops that it covers, or one node of its backward, where `match` fits."""
+    """A direction of a fusion over the ops that it covers, or one node of its backward."""
     method = direction if gradient is None else gradient.method
     answer = fusion.asked("choose", match, method) if fusion.choose is not None else None
     body = answer if answer is None or isinstance(answer, Body) else Body(answer)

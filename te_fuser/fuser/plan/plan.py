@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class SavedTensor(NamedTuple):
-    """A tensor kept between forward and backward, its bytes (0: in the memory of another one), and whose it is."""
+    """A tensor kept for backward, its bytes (0: in another's memory), and whose it is."""
 
     ref: Ref
     name: str
@@ -109,15 +109,12 @@ class SegmentPlan:
 
     @property
     def late(self) -> tuple[Step, ...]:
-        """The steps that run later than its backward."""
         return self.backward[len(self.backward) - self.delayed :]
 
     def steps(self, direction: str) -> tuple[Step, ...]:
-        """Steps of one direction: "forward" or "backward"."""
         return self.forward if direction == "forward" else self.backward
 
     def node(self, direction: str, host: Host) -> float:
-        """Seconds that its autograd node costs the host beside its steps."""
         if not self.backward:
             return 0.0
         if self.recorded:
@@ -156,7 +153,7 @@ class Plan:
     before: tuple[Step, ...] = ()
 
     def __repr__(self) -> str:
-        """A line for each of the first steps; `model.explain(x)` has them all, with what they move and take."""
+        """A line for each of the first steps; `model.explain(x)` has them all."""
         lines = [f"Plan of {len(self.graph.nodes)} ops, input {list(self.x.shape)}, on {self.device.name}"]
         for direction, steps in (("forward", self.forward), ("backward", self.backward)):
             lines += [direction, *(f"  {step}" for step in steps[:_SHOWN])] if steps else []
@@ -165,17 +162,14 @@ class Plan:
 
     @functools.cached_property
     def forward(self) -> tuple[Step, ...]:
-        """The steps of forward in running order."""
         return *self.before, *[s for segment in self.segments for s in segment.forward]
 
     @functools.cached_property
     def backward(self) -> tuple[Step, ...]:
-        """The steps of backward in running order."""
         return tuple([s for segment in reversed(self.segments) for s in segment.backward])
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """All steps, forward's first."""
         return *self.forward, *self.backward
 
     @functools.cached_property
@@ -204,16 +198,13 @@ class Plan:
 
     @property
     def written(self) -> tuple[WrittenKernel, ...]:
-        """The kernels written by hand that it launches, each once."""
         return tuple(dict.fromkeys([kernel for s in self.steps for kernel in s.task.written]))
 
     @property
     def x(self) -> Spec:
-        """Shape, dtype and device of the main input."""
         return self.graph.values[0].spec
 
     def kept_bytes(self, owner: str = "activation") -> int:
-        """Bytes kept for backward that this model allocated (parameters and the call's own inputs apart)."""
         return sum([k.bytes for k in self.kept if k.owner == owner])
 
     def seconds(self, *directions: str) -> float:
@@ -225,14 +216,13 @@ class Plan:
         return device + host if self.device.kind == "cpu" else max(device, host)
 
     def device_seconds(self, *directions: str) -> float:
-        """Predicted time of the work in some directions, both by default; a CPU's steps have their calls beside it."""
+        """Predicted time of the device; a CPU's steps have their calls beside it."""
         calls = -1.0 if self.device.kind == "cpu" else 0.0
         parts = itertools.product(self.segments, directions or DIRECTIONS)
         first = sum([s.seconds + calls * s.host for s in self._first(directions)])
         return first + sum([s.seconds + calls * s.host for p, d in parts for s in p.steps(d)])
 
     def host_seconds(self, *directions: str) -> float:
-        """Predicted time of the host's calls in some directions, both by default."""
         parts = itertools.product(self.segments, directions or DIRECTIONS)
         first = sum([s.host for s in self._first(directions)])
         return first + sum([p.node(d, self.device.host) + sum([s.host for s in p.steps(d)]) for p, d in parts])
@@ -247,7 +237,6 @@ class Plan:
         return on_gpu and any(self.host_seconds(d) > self.device_seconds(d) for d in DIRECTIONS)
 
     def changed(self, change: Callable[[SegmentPlan, str], Iterable[Step]]) -> Plan:
-        """The plan with these steps in place of those of each segment and direction."""
         segments = []
         for segment in self.segments:
             forward, backward = (tuple(change(segment, direction)) for direction in DIRECTIONS)
@@ -264,9 +253,7 @@ class Plan:
         return replace(self, graph=prices.graph, segments=segments, choices=choices, before=before)
 
     def chosen(self) -> Plan:
-        """The plan with its refusals listed: everything that was not taken."""
         return replace(self, refusals=(*self.refused(), *self.refusals), refused=tuple)
 
     def noted(self, *notes: str) -> Plan:
-        """The plan with these notes added to its own."""
         return replace(self, notes=(*self.notes, *notes)) if notes else self

@@ -1,7 +1,6 @@
 """Gradients of weights that a backward left for later; `backward_dw` computes them.
 
-They wait at their parameters, in the order of the backwards that left them. So a schedule of pipelines has what other
-stages wait for first, and fills its gaps with these.
+They wait at their parameters, in the order of the backwards: a pipeline's schedule fills its gaps with them.
 """
 
 from __future__ import annotations
@@ -39,10 +38,8 @@ def at_once() -> Iterator[None]:
 def handed_in(tensors: Sequence[torch.Tensor], places: Sequence[int]) -> Sequence[torch.Tensor]:
     """Tensors for autograd to see: at `places`, leaves that stand for weights whose gradients may come later.
 
-    With the weights themselves, backward would run their hooks without a gradient.
-
-    Raises:
-        RuntimeError: for one that is no parameter, where nobody would ask for its gradient.
+    With the weights themselves, backward would run their hooks without a gradient. One that is no parameter is refused:
+    nobody would ask for its gradient.
     """
     if _at_once.get() or not torch.is_grad_enabled():
         return tensors
@@ -86,11 +83,7 @@ class _Queue(deque["Waiting"]):
 
 
 class Waiting:
-    """Weight gradients that one backward has left of a segment; made once, on the stream of that backward.
-
-    Attributes:
-        ended: True where that backward has come to its end.
-    """
+    """Weight gradients that one backward has left of a segment; made once, on its stream."""
 
     def __init__(self, weights: Sequence[torch.Tensor], gradients: Gradients) -> None:
         self.backward = torch._C._current_graph_task_id()

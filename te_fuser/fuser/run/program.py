@@ -1,7 +1,6 @@
 """Steps as programs: refs become slots, tasks become steps, and running is a loop in the native runtime.
 
-Some may watch it. PyTorch's profiler sees each step by name, anomaly mode hears which one gave a NaN, and in a plan's
-first call each tensor that an op's or a fusion's own code made is held against the plan.
+PyTorch's profiler and anomaly mode watch steps by name; in a plan's first call tensors of other code are checked.
 """
 
 from __future__ import annotations
@@ -56,7 +55,6 @@ class Program:
     authors: tuple[Author | None, ...] = ()
 
     def slots(self, tensors: Iterable[torch.Tensor | None]) -> Slots:
-        """Slots that hold the inputs."""
         return [*tensors, *self.blank]
 
 
@@ -125,14 +123,9 @@ def _naming(name: str, ops: str, runner: Runner) -> Runner:
 def run_program(
     program: Program, slots: Slots, may_overwrite: bool = True, backward: bool = False, promised: Graph | None = None
 ) -> None:
-    """Run a program, and tell who watches.
+    """Run a program, and tell who watches; values are held against what `promised` has of them, if anybody looks.
 
-    Args:
-        promised: what the values of this call are to be; None: nobody looks.
-
-    Raises:
-        ValueError, TypeError: when a step makes what is not as promised, naming op or fusion.
-        RuntimeError: in backward under torch.autograd.set_detect_anomaly, naming the step that gave a NaN and its ops.
+    Under torch.autograd.set_detect_anomaly backward raises naming the step that gave a NaN and its ops.
     """
     checks = backward and torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
     if not (checks or promised is not None or profiler._is_profiler_enabled):
@@ -146,11 +139,7 @@ def run_program(
 
 
 def refuse_check(gradients: Iterable[torch.Tensor | None]) -> None:
-    """Say in words what anomaly mode is about to fail at, where PyTorch cannot look for NaN in these.
-
-    Raises:
-        NotImplementedError: under torch.autograd.set_detect_anomaly, for DTensors.
-    """
+    """Say in words that anomaly mode cannot look for NaN in these, as in DTensors."""
     found = next((g for g in gradients if g is not None and is_dtensor(g)), None)
     if found is None or not torch.is_anomaly_check_nan_enabled():
         return
@@ -182,7 +171,6 @@ class _Watch:
             self._open.__enter__()
 
     def close(self) -> None:
-        """End what is being recorded."""
         if self._open is not None:
             self._open.__exit__(None, None, None)
             self._open = None
@@ -208,7 +196,7 @@ _SPECIFIED = (VALUE, RECOMPUTED, GRADIENT, PARAMETER_GRADIENT)
 
 
 def misshapen(graph: Graph, ref: Ref, found: torch.Tensor) -> str | None:
-    """Difference of a tensor from what was planned, in words: shape, device or dtype; None where there is none."""
+    """Difference of a tensor's shape, device or dtype from the plan, in words, if any."""
     spec = ref.spec(graph) if ref.kind in _SPECIFIED else None
     if spec is None:
         return None

@@ -126,7 +126,6 @@ class StepRow(StepCost, StepOutputs):
 
     @property
     def bound(self) -> str:
-        """The limit, and the share of it."""
         return self.limit if self.share is None else f"{self.limit} {self.share:.0%}"
 
     def more(self) -> Iterator[str]:
@@ -174,7 +173,6 @@ def totals(plan: Plan, found: Mapping[str, Sequence[StepRow]], is_measured: bool
 
 
 def rows_of(plan: Plan, measured: Measured | None = None) -> dict[str, list[StepRow]]:
-    """`step_rows` of each direction."""
     return {direction: step_rows(plan, direction, measured) for direction in ("forward", "backward")}
 
 

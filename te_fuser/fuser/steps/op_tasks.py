@@ -94,7 +94,6 @@ class OpTask(Task):
 
     @property
     def plain(self) -> TensorFunction | None:
-        """The plain function of tensors that the method amounts to."""
         return getattr(getattr(self.node.op, self.method), "plain", None)
 
     def phases(self, step: Step) -> tuple[Step, ...]:
@@ -178,11 +177,7 @@ class OpRunner:
 
 
 def values_made(label: str, op: FusableOperation, made: Any) -> Mapping[str, torch.Tensor]:
-    """Tensors that an op's forward gave, by name; of one that it gave twice, the second is a view.
-
-    Raises:
-        TypeError: when one is no tensor, or they are not the op's values.
-    """
+    """Tensors that an op's forward gave, by name; of one that it gave twice, the second is a view."""
     given = outputs_by_name(op, made, f"{label}: its forward") if op.values else {"output": made}
     found: dict[str, torch.Tensor] = {}
     for name, t in given.items():
@@ -201,11 +196,7 @@ def emission_made(label: str, made: Mapping[str, torch.Tensor], name: str) -> to
 
 
 def gradient_made(label: str, made: Mapping[str, torch.Tensor | None], name: str) -> torch.Tensor:
-    """The gradient that a backward gave by that name.
-
-    Raises:
-        RuntimeError, TypeError: when it gave none, or no tensor, or no gradients by name.
-    """
+    """The gradient that a backward gave by that name."""
     if type(made) is not dict and not isinstance(made, Mapping):  # of a dict the latter takes ten times as long
         raise TypeError(f"{label}: its backward must return a dict of gradients by name, got {type(made).__name__}")
     found = made.get(name)
@@ -303,13 +294,12 @@ class FusionTask(Task):
 
     @property
     def row_product(self) -> RowProduct | None:  # type: ignore[override]
-        """Native product that it runs as, if each row depends on that row of its first tensor; None for all others."""
+        """Native product that it runs as, if each row depends on that row alone."""
         if self.body is None or not self.body.by_rows:
             return None
         return RowProduct(self.body.function, self._takes(), self._gives())
 
     def _gives(self) -> tuple[str, ...]:
-        """Names of all that its body gives, read or not."""
         return self.fusion.gives if self.gradient is None else self.gradient.produces
 
     def _takes(self) -> tuple[str, ...]:
@@ -334,7 +324,7 @@ class FusionTask(Task):
         return self if self.takes_blocks is None else replace(self, by_blocks=True)
 
     def giving_blocks(self, names: Sequence[str], blocks: ByBlocks) -> FusionTask | None:
-        """The backward with these outputs by blocks, where its body says that it can give them; else None."""
+        """The backward with these outputs by blocks, if its body can give them."""
         able = None if self.body is None or self.gradient is not None else self.body.in_blocks
         if able is None or not set(names) <= set(able.names):
             return None
