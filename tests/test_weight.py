@@ -11,10 +11,10 @@ CEILINGS = {
     "lines of tests": 70_310,
     "lines of docs/design.md": 449,
     "mean length of a line of code": 54.0,
-    "helpers of at most 8 lines that are used once": 72,
+    "helpers of at most 8 lines that are used once": 68,
     "class names defined in several files": 5,
     "dataclasses of more than 14 fields": 0,
-    "docstrings that begin with a pronoun": 2,
+    "docstrings that begin with a pronoun": 0,
     "members of FusableOperation": 30,
 }
 

@@ -171,6 +171,7 @@ def _done(nvrtc: Any, error: Any, *values: Any) -> Any:
 
 
 def _explained(message: str, source: str, arch: str, name: str) -> str:
+    """NVRTC's message, with the line that it means."""
     head = f"kernel {name} does not compile for {arch}"
     where = re.search(r"^(\S+)\((\d+)\): (?:catastrophic )?error: *(.*)", message, re.MULTILINE)
     if not where:
@@ -188,6 +189,7 @@ _NUMBERS = {
 
 
 def _resources(log: str) -> tuple[Resources, ...]:
+    """The assembler's report."""
     found = []
     for part in log.split("Compiling entry function")[1:]:
         symbol = re.search(r"'(\w+)'", part)

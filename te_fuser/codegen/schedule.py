@@ -199,7 +199,10 @@ _NEVER_WAIT = {"keep", *COMPARISONS}
 
 
 def _waiting_cost(e: Expr, kind: Kind, early: set[int]) -> float:
-    """Cost of letting a node wait for a later pass; infinite for what cannot."""
+    """Cost of letting a node wait for a later pass; infinite where nothing but a tensor can wait.
+
+    A node that no reduction needed so far would have to be computed just to wait.
+    """
     if e.op == "input":
         return 2 * _COST_PER_BYTE if kind == Kind.REGISTERS else 0.0
     if kind == Kind.REREAD or e.op in _NEVER_WAIT:

@@ -373,7 +373,10 @@ def _merit_of_sums(description: KernelDescription, s: Schedule, held: float) -> 
 
 
 def _ahead(description: KernelDescription, s: Schedule) -> float:
-    """Copies of rows to come: more where only one or two rows are at work, fewer beside stores in 8 bits."""
+    """Copies of rows to come: where only one or two rows are at work, they hide less of each other's barriers.
+
+    Beside stores in 8 bits fewer reads are to be on their way: two rows at once, not three.
+    """
     if s.kind != Kind.SHARED or s.ahead == 1:
         return 0.8 if s.kind == Kind.SHARED else 0.75
     narrow = any(item_size(t.dtype) == 1 for t in description.stores)

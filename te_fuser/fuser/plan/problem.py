@@ -249,7 +249,7 @@ class Problem:
 
     @functools.cached_property
     def saving(self) -> dict[Ref, tuple[Fusion, tuple[int, int], str]]:
-        """What a joint fusion saves -> the fusion, its match, and its name for it."""
+        """Tensor that a joint fusion saves -> the fusion, its match, and its name for it."""
         found: dict[Ref, tuple[Fusion, tuple[int, int], str]] = {}
         for fusion, start, stop in self.matches:
             first, _ = fusion.covers("forward", start, stop)

@@ -365,7 +365,7 @@ def build_segments(plan: Plan, loaded: Loaded) -> tuple[Segment, ...]:
 
 
 def _among_ranks(segment: SegmentPlan, graph: Graph, groups: tuple[Group, ...]) -> Ranks:
-    """What ranks share in a segment: groups, DTensors, terms of gradients."""
+    """Groups, DTensors and terms of gradients that ranks share in a segment."""
     lies = {parameter_ref(k) for k, it in enumerate(graph.lies) if it is not None}
     refs = [ref for ref in segment.takes if ref in lies]
     kept = [entry.ref for entry in segment.kept] if segment.backward and not segment.recorded else []
