@@ -41,7 +41,7 @@ def current(folder: Path) -> Path:
 
 
 def usable(folder: Path) -> Path:
-    """The folder, made if it is missing; else the private one; OSError when there is no private one either."""
+    """The folder, made if it is missing; else the private one, if that can be."""
     if folder in _given_up:
         return private_folder()
     try:

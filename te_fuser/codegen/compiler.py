@@ -187,7 +187,7 @@ def _explain(kernels: Sequence[CppKernel], compiler: Compiler, message: str) -> 
 
 @dataclass(frozen=True)
 class LoadedKernel:
-    """A kernel that is ready to run: `run` is the native kernel itself, the rest is for those who look inside."""
+    """A kernel that is ready to run: `run` is the native one, the rest is to be looked at."""
 
     description: KernelDescription
     source: str

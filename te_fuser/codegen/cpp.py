@@ -46,7 +46,7 @@ def _padded(count: int) -> int:
 
 @dataclass(frozen=True)
 class RowsSum:
-    """One part of a sum over rows, and where its partial sums lie: in a worker's block, or in each sample's share."""
+    """One part of a sum over rows, and its place in a worker's block, or a sample's share."""
 
     total: Sum
     part: Expr

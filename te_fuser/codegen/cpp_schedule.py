@@ -110,7 +110,7 @@ def has_features(e: Expr) -> bool:
 
 
 def _below(roots: Iterable[Expr], stop: Callable[[Expr], bool]) -> list[Expr]:
-    """The nodes with features below `roots`, arguments first; what `stop` holds for is the last on its way."""
+    """The nodes with features below `roots`, arguments first, down to what `stop` holds for."""
     order = topological(roots, lambda e: not has_features(e) or stop(e), stops=True)
     return [e for e in order if has_features(e)]
 

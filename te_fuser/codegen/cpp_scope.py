@@ -28,7 +28,7 @@ class CppNames(RoleNames):
 
 @dataclass(frozen=True)
 class Fragment:
-    """Part of a C++ expression, how tightly it binds, and whether it is a vec (or a mask) rather than one number."""
+    """Part of a C++ expression, how tightly it binds, and whether it is a vec or a mask."""
 
     text: str
     binds: int
@@ -67,7 +67,7 @@ _VALUE_NAMES = {"add": "sum", "sub": "difference", "mul": "product", "div": "quo
 
 
 class CppKernelText:
-    """State shared by the scopes of one kernel: its lines, the names of its values, and the reading of its tensors."""
+    """State shared by the scopes of one kernel: lines, names of values, reading of tensors."""
 
     def __init__(self, description: KernelDescription) -> None:
         self.d = description

@@ -101,7 +101,7 @@ class CudaKernelText:
             yield from (Parameter("place", name, "int") for name in PLACES)
 
     def signature(self) -> str:
-        """The head of the function, with as many registers a thread as the blocks of the schedule leave it."""
+        """The head of the function, with the registers that its blocks leave a thread."""
         listed = ",\n    ".join(f"{p.ctype} {self.pointer[p.kind, p.name]}" for p in self.parameters)
         bounds = f"{self.s.threads}, {self.s.blocks_per_multiprocessor}"
         return f'extern "C" __global__ void __launch_bounds__({bounds}) {self.symbol}(\n    {listed})'
@@ -188,7 +188,7 @@ class CudaKernelText:
         vectors: Mapping[int, str],
         then: Callable[[dict[int, str]], None],
     ) -> None:
-        """The loop over the elements of one vector: computes `targets`, then does `then` with their texts."""
+        """The loop over the elements of one vector: `then` gets the texts of `targets`."""
         draws: dict[int, str] = {}
         for n in above(targets, known):
             if n.op == "keep":
@@ -349,10 +349,8 @@ class CudaKernelText:
             given = [f"raised[{k}]", self._raised(m), largest, *([self.so_far[m.name]] if self.s.ends_soon else [])]
             self.text(f"te::raise<kThreads>({', '.join(given)});")
             if scale is not None:
-                power_of_two, limits = (
-                    str(scale.power_of_two).lower(),
-                    f"{literal(scale.most)}, {literal(scale.epsilon)}",
-                )
+                power_of_two = str(scale.power_of_two).lower()
+                limits = f"{literal(scale.most)}, {literal(scale.epsilon)}"
                 self.text(f"te::scale_of_all<{power_of_two}>({number}, gridDim.x, {limits});")
 
     def declare_scalar_sums(self) -> None:
@@ -423,11 +421,9 @@ class CudaKernelText:
         if self.d.sums:
             only = all(t.axes & Axes.BATCH for t in self.d.sums)
             self.text(f"const bool alone = {'splits' if only else all_groups} == 1;")
-        if self.per_sample:
-            pass
-        elif self.plain_rows:
+        if self.plain_rows:
             return
-        else:
+        if not self.per_sample:
             self.text("const long long count = rows;")
         self.text(f"const long long step = static_cast<long long>({groups}){slots};")
         self.text(f"const long long first = static_cast<long long>({group}){slots};")

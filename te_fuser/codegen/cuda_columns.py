@@ -231,7 +231,7 @@ class TileText(ColumnText):
         return ", ".join([str(layout in self.pairs[value]).lower() for layout in ("blocks", "transposed_blocks")])
 
     def _declare_waiting(self) -> None:
-        """Declare shared memory where values of a tile wait for its scales, before the tile that is transposed."""
+        """Declare shared memory where values of a tile wait for its scales."""
         at, places = 0, []
         self.text(f"__shared__ te::BlockScales block_scales[{len(self.waiting)}];")
         self.text("for (te::BlockScales& scales : block_scales) scales.begin();")

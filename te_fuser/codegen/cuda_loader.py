@@ -97,7 +97,7 @@ def _compiled(description: KernelDescription, arch: str, schedules: Sequence[Sch
 
 
 def _other_forms(listed: Iterable[tuple[Schedule, ...]], tried: tuple[Schedule, ...]) -> list[tuple[Schedule, ...]]:
-    """The first of each form but that of `tried`: of these a few of the best, and the last, which holds least."""
+    """The first of each form but that of `tried`: a few of the best, and the last, which holds least."""
     found: dict[tuple[Schedule, ...], tuple[Schedule, ...]] = {}
     for schedules in listed:
         found.setdefault(_form(schedules), schedules)
@@ -127,7 +127,7 @@ _WIDEST_ACCESS = 16  # bytes
 
 @dataclass(frozen=True)
 class GpuKernel:
-    """A kernel that is ready to run: `run` is the native kernel itself, the rest is for those who look inside."""
+    """A kernel that is ready to run: `run` is the native one, the rest is to be looked at."""
 
     description: KernelDescription
     text: CudaKernel

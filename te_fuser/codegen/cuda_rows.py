@@ -15,7 +15,7 @@ from te_fuser.formula.functions import FUNCTIONS
 
 
 class RowText(CudaKernelText):
-    """Row reductions: `kLanes` threads share a row and walk over it once for each stage, and once more to store."""
+    """Row reductions: `kLanes` threads share a row, and walk over it for each stage and to store."""
 
     def __init__(self, symbol: str, description: KernelDescription, schedule: Schedule, space: str) -> None:
         super().__init__(symbol, description, schedule, space)

@@ -27,7 +27,7 @@ def _spread(e: Expr, g: Expr) -> Iterable[tuple[Expr, Expr]]:
 
 
 def _counted(width: int, argument: Expr, contribution: Expr) -> Expr:
-    """Contribution to an argument that was broadcast to `width` features: one equal for all of them counts for each."""
+    """Contribution to an argument that was broadcast: one equal for all features counts for each."""
     if argument.has_features or contribution.has_features:
         return contribution
     return mul(const(width), contribution)

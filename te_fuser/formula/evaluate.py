@@ -24,7 +24,7 @@ _rounding: contextvars.ContextVar[bool] = contextvars.ContextVar("te_fuser_round
 
 
 def unrounded() -> AbstractContextManager[bool]:
-    """Context in which references of float64 inputs round nowhere: an op of another dtype (Cast) gives float64."""
+    """Context in which references of float64 inputs round nowhere: a Cast gives float64."""
     return being(_rounding, False)
 
 

@@ -22,7 +22,7 @@ _turning: contextvars.ContextVar[bool] = contextvars.ContextVar("te_fuser_turnin
 
 
 def ties_turned() -> AbstractContextManager[bool]:
-    """Context in which numbers next to a tie are rounded the other way, as those are that were computed otherwise."""
+    """Context in which numbers next to a tie are rounded the other way."""
     return being(_turning, True)
 
 

@@ -42,7 +42,7 @@ def bound_of(e: Expr) -> Expr | None:
 
 
 def _bound_alone(n: Expr) -> float | None:
-    """The largest magnitude that a function has anywhere, where what it is of is no NaN while leaves are finite."""
+    """The largest magnitude that a function has anywhere, of what is no NaN."""
     rises = FUNCTIONS[n.op].rises
     return max(map(abs, rises)) if rises is not None and _sign_of(n.args[0]) is not None else None
 
@@ -78,7 +78,7 @@ class _Sign(NamedTuple):
 
 
 def _sign_of(e: Expr) -> _Sign | None:
-    """Sign of a polynomial in one leaf whose terms share one, so that it is no difference of infinities; else None."""
+    """Sign of a polynomial in one leaf whose terms share one; else None."""
     found: dict[int, _Sign | None] = {}
     for n in topological([e]):
         found[id(n)] = _sign(n, found)

@@ -70,7 +70,7 @@ def before_quantized(e: Expr) -> Expr:
 
 
 def over(node: Expr, args: tuple[Expr, ...]) -> Expr:
-    """The node over other arguments, simplified; over as many features as before, where it has some of its own."""
+    """The node over other arguments, simplified; over as many features as before."""
     if args == node.args:
         return node
     if node.op == "value" and args[0].op not in ("input", "const"):

@@ -364,7 +364,7 @@ class Fuser:
 
 
 def with_questions(make: Callable[[Questions | None], Result], questions: Questions | None = None) -> Result:
-    """Result of `make` for sizes that note what is asked of them, or plain numbers where something takes no others."""
+    """Result of `make` for sizes that note questions, or for plain numbers where it takes no others."""
     questions = questions or Questions()
     try:
         return make(questions)
@@ -416,7 +416,7 @@ def _run_alone(
 
 
 def _listed_alone(op: FusableOperation) -> list[ListedOp]:
-    """The op as a list that does not keep it alive: of another object, whose attributes are those of both."""
+    """The op as a list that does not keep it alive: of a twin with the same attributes."""
     twin = with_attributes(op, op.__dict__)
     listed, known = [], entering_now(op)
     for item in list_ops([twin], "0"):

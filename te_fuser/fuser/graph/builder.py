@@ -80,23 +80,6 @@ class Traits:
         return self._gradients[names]
 
 
-class Kinds:
-    """Traits of the ops of a list; of ops that are alike the first is checked for all of them."""
-
-    def __init__(self) -> None:
-        self._known: dict[Hashable, Traits] = {}
-
-    def of(self, label: str, op: FusableOperation, bindings: Mapping[str, Binding]) -> Traits:
-        """Traits of an op; of ops that are alike the first is checked."""
-        key = likeness(op), tuple(op._parameters), tuple(bindings)
-        found = self._known.get(key)
-        if found is None:
-            check_kind(label, op, bindings)
-            said = op.kind.role, op.draws(), isinstance(op, RowOp), op.named_inputs()
-            found = self._known[key] = Traits(len(self._known), *said, op_table.gradient_dtype.of(type(op)))
-        return found
-
-
 class Inferred(NamedTuple):
     """Inferred outputs of ops that are alike: the specs, and which can have gradients."""
 
@@ -212,7 +195,7 @@ class GraphBuilder:
         self.bindings = tuple([b.weak() for b in call.bindings])
         self.parameters: dict[Key, int] = {key: k for k, key in enumerate(call.parameters)}
         self.names = Names(listed, lowered, call)
-        self.kinds = Kinds()
+        self.traits: dict[Hashable, Traits] = {}  # by what ops that are alike have in common
         self.checked: dict[Hashable, str] = {}  # -> the label of the first that is alike
         self.told: dict[Hashable, Inferred] = {}
 
@@ -257,7 +240,7 @@ class GraphBuilder:
         index = len(self.nodes)
         where = f" {listed.path!r}" if listed.path else ""
         label = f"op {index} ({op.kind.__name__}{where})"
-        traits = self.kinds.of(label, op, bindings)
+        traits = self._traits(label, op, bindings)
         parameters, known = {}, {}
         for name, b in bindings.items():
             parameters[name] = self.parameters[key := b.key]
@@ -293,6 +276,16 @@ class GraphBuilder:
             )
         )
         return output
+
+    def _traits(self, label: str, op: FusableOperation, bindings: Mapping[str, Binding]) -> Traits:
+        """Traits of an op; of ops that are alike the first is checked for all of them."""
+        key = likeness(op), tuple(op._parameters), tuple(bindings)
+        found = self.traits.get(key)
+        if found is None:
+            check_kind(label, op, bindings)
+            said = op.kind.role, op.draws(), isinstance(op, RowOp), op.named_inputs()
+            found = self.traits[key] = Traits(len(self.traits), *said, op_table.gradient_dtype.of(type(op)))
+        return found
 
     def _taken(
         self, label: str, listed: ListedOp, traits: Traits, current: int, known: Mapping[str, ParameterSpecs]

@@ -159,7 +159,7 @@ def with_placements(listed: Sequence[ListedOp]) -> Sequence[ListedOp]:
 
 
 def _entries(listed: Sequence[ListedOp]) -> Entering:
-    """Entries by ranks that share ops of the list: as known at its first op, else as the first of these ops takes."""
+    """Entries by ranks that share ops: as known at the first op, else as the first of these takes."""
     found = {**listed[0].entering} if listed else {}
     for one in joint_ops([item.lowered.op for item in listed]):
         if one.takes is not None:
@@ -185,7 +185,7 @@ class _Walk:
         self._place = 0
 
     def found(self, entry: Entry) -> Sequence[ListedOp]:
-        """The list with sums, and what enters each op where this enters the first; ValueError naming an op."""
+        """The list with sums, and what enters each op; ValueError naming an op."""
         try:
             return list(self._from(entry))
         except ValueError as error:

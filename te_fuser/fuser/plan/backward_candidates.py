@@ -229,7 +229,7 @@ class BackwardCandidates:
         return self.prices.step(fusion.name, (fit.start, fit.stop), inputs, outputs, task, price)
 
     def _fusion_apart(self, fit: _Fit) -> Edge | str:
-        """Candidate of a fusion whose nodes run apart, or why not; nodes of parameters alone hang off the chain."""
+        """Candidate of a fusion whose nodes run apart; those of parameters alone hang off the chain."""
         fusion = fit.fusion
         needed, outputs = self._fusion_gradients(fit.nodes)
         inner = self.problem.inner_gradients(fusion, fit.nodes)
@@ -266,7 +266,7 @@ class BackwardCandidates:
         return Edge(fit.start, fit.stop, fusion.name, all_steps, bytes_kept, fusion, fit.whole, gathered)
 
     def _left_for_hanging(self, nodes: tuple[Node, ...]) -> list[Ref]:
-        """A row op's output that ends a fusion and that later only hanging nodes read: nothing computes it again."""
+        """A row op's output that ends a fusion and that later only hanging nodes read."""
         last = nodes[-1]
         hanging = last.traits.is_row and self.problem.hanging_reads.get(self.graph.first(last.output))
         return [self.problem.read_in_backward(last.output)] if hanging else []

@@ -82,13 +82,8 @@ class _InSegment:
     """The steps of one direction of a segment, in which exchanges are made one step with products."""
 
     def __init__(self, segment: SegmentPlan, prices: Prices, direction: str, refusals: dict[Refusal, None]) -> None:
-        self._given, self._prices, self._direction, self._refusals = (
-            segment.steps(direction),
-            prices,
-            direction,
-            refusals,
-        )
-        self._graph = prices.problem.graph
+        self._given, self._graph = segment.steps(direction), prices.problem.graph
+        self._prices, self._direction, self._refusals = prices, direction, refusals
         self._held = {*segment.gives, *segment.returned, *[k.ref for k in segment.kept]}
         self._behind: dict[int, Step] = {}
 

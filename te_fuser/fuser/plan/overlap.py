@@ -94,7 +94,7 @@ def way_of(step: Step, device: Device) -> float:
 
 @dataclass
 class _Flight:
-    """Something under way: the seconds it takes from when the link is free, those left, and those beside steps."""
+    """Something under way: the seconds it takes on a free link, those left, those beside steps."""
 
     takes: float
     left: float

@@ -78,14 +78,11 @@ def match_at(graph: Graph, options: Options, start: int, stop: int) -> Match:
     return Match(tuple(ops), x.spec, y.spec, options.target, y.needs_grad, options.capability, dy)
 
 
-def find_matches(graph: Graph, options: Options) -> tuple[list[tuple[Fusion, int, int]], list[Refusal]]:
-    """Matches of the fusions in force, and refusals, with the reason, where their conditions said no."""
-    return _find_matches(graph, options, functools.partial(match_at, graph, options))
-
-
-def _find_matches(
-    graph: Graph, options: Options, match_of: Callable[[int, int], Match]
+def find_matches(
+    graph: Graph, options: Options, match_of: Callable[[int, int], Match] | None = None
 ) -> tuple[list[tuple[Fusion, int, int]], list[Refusal]]:
+    """Matches of the fusions in force, and refusals, with the reason, where their conditions said no."""
+    match_of = match_of or functools.partial(match_at, graph, options)
     found, refusals = [], []
     ops, places = [n.op for n in graph.nodes], [n.places for n in graph.nodes]
     forms: dict[Hashable, int] = {}
@@ -185,7 +182,7 @@ class Problem:
         self.nodes = graph.nodes
         self._seen: dict[tuple[int, int], Match] = {}
         self._recomputable: dict[tuple[int, int], tuple[Ref, ...]] = {}
-        self.matches, self.conditions = self._within_borders(*_find_matches(graph, options, self.match))
+        self.matches, self.conditions = self._within_borders(*find_matches(graph, options, self.match))
         self.preferred = {
             (fusion.name, *fusion.covers("backward" if fusion.has_backward else "forward", start, stop))
             for fusion, start, stop in (self.matches if options.tuned else ())
@@ -307,7 +304,7 @@ class Problem:
         return found
 
     def _gathered_again(self) -> frozenset[Ref]:
-        """Gathered values that only hanging nodes read, by rows; the gathers' inputs then count as read by these."""
+        """Gathered values that only hanging nodes read; the gathers' inputs then count as such."""
         found: set[Ref] = set()
         for node in reversed(self.nodes):
             ref, taken = self.graph.ref(node.output), self.graph.first(node.input)

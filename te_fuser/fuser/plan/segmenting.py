@@ -157,7 +157,7 @@ def borders(graph: Graph) -> frozenset[int]:
 
 
 def _places(graph: Graph) -> set[int]:
-    """The ops before which one value alone passes: just made by a row op, read by several, as wide as its gradient."""
+    """The ops before which one value alone passes, made by a row op and read by several."""
     readers: dict[int, set[int]] = {}
     for v in graph.values:
         readers.setdefault(graph.roots[v.index], set()).update(graph.readers[v.index])

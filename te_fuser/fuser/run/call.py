@@ -142,7 +142,7 @@ class OpSequence:
         )
 
     def facts(self, modes: CallModes, kind: str) -> Facts:
-        """Facts that hold while calls on a kind of device are in these modes, and nobody traces or profiles them."""
+        """Facts that hold while calls are in these modes, and nobody traces or profiles them."""
         any_autocast = _C._is_any_autocast_enabled()
         autocast = (functools.partial(autocast_of, kind), modes.autocast) if any_autocast else _NO_AUTOCAST
         now = Facts(

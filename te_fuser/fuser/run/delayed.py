@@ -70,7 +70,7 @@ def themselves(
 
 
 class _Queue(deque["Waiting"]):
-    """Queue of what waits at a parameter; a pickle has an empty set in its place, which loads without running code."""
+    """Queue of what waits at a parameter; pickles have an empty set, which runs no code, instead."""
 
     def __reduce__(self) -> Any:
         return set, ()

@@ -165,7 +165,8 @@ class Executable:
             return None
         (segment,) = self.segments
         everything = tuple(range(len(self.plan.graph.parameters)))
-        fits = segment.values_in == (0,) and segment.values_out == (self.result,) and segment.parameters == everything
+        plan = segment.plan
+        fits = plan.values_in == (0,) and plan.values_out == (self.result,) and plan.parameters == everything
         return segment if fits else None
 
 
@@ -296,11 +297,11 @@ def _execute(
     for name, index in prepared.named:
         values[index] = inputs[name]
     for segment in prepared.segments:
-        tensors = [values[v] for v in segment.values_in]
-        tensors += [parameters[p] for p in segment.parameters]
+        tensors = [values[v] for v in segment.plan.values_in]
+        tensors += [parameters[p] for p in segment.plan.parameters]
         for v in segment.last_read:
             del values[v]
-        values.update(zip(segment.values_out, _run(segment, tensors, seed), strict=True))
+        values.update(zip(segment.plan.values_out, _run(segment, tensors, seed), strict=True))
     made = [values[v] for v in (prepared.result, *prepared.extras)]
     if not prepared.segments:
         made = [t.view_as(t) for t in made]
@@ -325,7 +326,7 @@ def _run(segment: Segment, tensors: list[torch.Tensor], seed: torch.Tensor | Non
         late = segment.backward.late
         shown = tensors if late is None else handed_in(tensors, late.weights)
         return _apply(segment, *shown)  # type: ignore[no-any-return]
-    given = tensors[: len(segment.values_in)]
+    given = tensors[: len(segment.plan.values_in)]
     if segment.unrecorded:
         with torch.no_grad():
             return segment.results(segment.run_forward(tensors), given)

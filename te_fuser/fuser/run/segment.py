@@ -121,26 +121,20 @@ class Segment:
     """A part of a plan made ready to run.
 
     Attributes:
-        values_in, values_out: values of the graph that enter and leave, in the order of tensors and results.
-        parameters: the graph's parameters that it reads, in the order after the values.
-        uses_seed: whether the last tensor handed in is the seed.
+        uses_seed: whether the last tensor handed in, behind the values and parameters of `plan`, is the seed.
         results_at: the slots of the outputs; `aliased` ones share an input's or an earlier output's storage.
-        recorded: whether its forward program runs functions of PyTorch's, which autograd is to record.
         unrecorded: whether autograd is not to see the operations of its forward program, since an op stops gradients.
-        last_read: of `values_in` those that no later segment reads and the call does not give.
+        last_read: of the values that enter those that no later segment reads and the call does not give.
         backward: None where nobody needs a gradient, or PyTorch's functions give it.
         promised: in a plan's first call, the graph with its sizes: what steps make is held against it.
     """
 
-    values_in: tuple[int, ...]
-    values_out: tuple[int, ...]
-    parameters: tuple[int, ...]
+    plan: SegmentPlan
     uses_seed: bool
     forward: Program
     results_at: tuple[int, ...]
     aliased: tuple[bool, ...]
     device: str
-    recorded: bool
     unrecorded: bool
     last_read: tuple[int, ...]
     ranks: Ranks
@@ -177,7 +171,7 @@ class Segment:
             for other in (*given, *made):
                 shared = shared or t is other
             made.append(t.view_as(t) if shared else t)
-        return [_native.refusing(t) for t in made] if self.recorded else made
+        return [_native.refusing(t) for t in made] if self.plan.recorded else made
 
 
 @dataclass(frozen=True)
@@ -443,15 +437,12 @@ def _build(
     held = [*segment.gives, *(k.ref for k in segment.kept), *notes]
     forward, slots = build_program(steps, segment.takes, held, loaded)
     return Segment(
-        segment.values_in,
-        segment.values_out,
-        segment.parameters,
+        segment,
         SEED in segment.takes,
         forward,
         tuple(slots[r] for r in segment.gives),
         _aliased(segment.takes, segment.gives, steps),
         plan.x.device.type,
-        segment.recorded,
         stops and not segment.backward and not segment.recorded,
         last_read,
         _among_ranks(segment, plan.graph, groups),

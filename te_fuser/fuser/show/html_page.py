@@ -131,7 +131,7 @@ def _direction(direction: str, rows: Sequence[StepRow], sums: Total, name: str) 
 
 
 def _memory(plan: Plan, rows: dict[str, list[StepRow]]) -> Iterator[str]:
-    """Activations kept for backward: a curve over both directions, and a table of what is kept and until when."""
+    """Activations kept for backward: a curve over both directions, and a table."""
     kept = [k for k in plan.kept if k.owner == "activation" and k.bytes]
     if not kept:
         return

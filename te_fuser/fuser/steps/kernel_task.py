@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class KernelOutput(NamedTuple):
-    """A tensor that a kernel makes: its ref, and its shape as (axes, width), or a fixed shape (parameters)."""
+    """A tensor that a kernel makes, of (axes, width) or of a fixed shape (parameters)."""
 
     ref: Ref
     axes: Axes
@@ -210,7 +210,7 @@ class KernelTask(Task):
         )
 
     def _integers(self) -> tuple[int, ...]:
-        """The run-time integers that no call changes; where ranks share the rows, each call adds the last."""
+        """The run-time integers; where ranks share the rows, each call adds the last."""
         if self.share is None:
             return self.streams
         block = () if self.share.rows is not None else (1,)

@@ -356,19 +356,6 @@ class FusionTask(Task):
 class FusionRunner:
     """Runs a registered fusion in one direction."""
 
-    __slots__ = (
-        "_first",
-        "_forward",
-        "_function",
-        "_inputs",
-        "_label",
-        "_needed",
-        "_ops",
-        "_outputs",
-        "_shared",
-        "_streams",
-    )
-
     def __init__(self, step: Step, task: FusionTask, slots: SlotMap) -> None:
         self._forward = task.direction == "forward"
         self._function = task.function()

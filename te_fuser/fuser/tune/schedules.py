@@ -35,7 +35,7 @@ ReasonNot = Callable[[Mapping[str, KernelFunction]], str]
 
 @dataclass(frozen=True)
 class _Variant:
-    """A kernel by other schedules, its time alone over that of the kernel in use, and the model's with it."""
+    """A kernel by other schedules, its time alone over the kernel's in use, the model's with it."""
 
     description: KernelDescription
     rows: int

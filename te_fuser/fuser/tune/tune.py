@@ -45,7 +45,7 @@ _MORE_MEMORY = 1.02  # what a choice may keep over the plan it is to replace, un
 
 @dataclass(frozen=True)
 class Effort:
-    """Settings of a measurement: rounds, seconds of each turn, and the share of the time that a choice must gain."""
+    """Settings of a measurement; `margin` is the share of the time that a choice must gain."""
 
     rounds: int = 7
     seconds: float = 0.2
