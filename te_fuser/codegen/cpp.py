@@ -16,7 +16,6 @@ from te_fuser.codegen.cpp_scope import (
     Fragment,
     LoopScope,
     Scope,
-    part_name,
     plus,
 )
 from te_fuser.codegen.description import (
@@ -29,7 +28,7 @@ from te_fuser.codegen.description import (
     is_transposed,
     item_size,
 )
-from te_fuser.codegen.text import identifier
+from te_fuser.codegen.text import identifier, part_name
 from te_fuser.formula.expr import Axes, Expr
 
 _PADDING = 16  # floats: the widest vector

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from te_fuser.codegen.cpp_schedule import CpuSchedule, Loop, has_features
 from te_fuser.codegen.description import KernelDescription, Load, Store
-from te_fuser.codegen.text import COMPARISONS, Lines, RoleNames, shortest, to_float32
+from te_fuser.codegen.text import COMPARISONS, Lines, RoleNames, part_name, shortest, to_float32
 from te_fuser.dtypes import TABLE
 from te_fuser.formula.expr import Axes, Expr
 from te_fuser.formula.traversal import topological
@@ -54,11 +54,6 @@ def literal(value: float) -> str:
 def plus(pointer: str, *offsets: int | str) -> str:
     """`pointer` moved by the offsets that are not 0."""
     return " + ".join([pointer, *(str(o) for o in offsets if o not in (0, "0"))])
-
-
-def part_name(name: str, index: int, parts: int) -> str:
-    """The name of a tensor, with the number of the part where it has several."""
-    return name if parts == 1 else f"{name}_{index}"
 
 
 _INFIX = {"add": ("+", SUM), "sub": ("-", SUM), "mul": ("*", PRODUCT), "div": ("/", PRODUCT)}

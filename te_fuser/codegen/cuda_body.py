@@ -15,6 +15,7 @@ from te_fuser.codegen.cuda_formulas import is_boolean
 from te_fuser.codegen.cuda_text import CTYPES, CudaNames, Formulas, Text, bare, literal, number, part_role
 from te_fuser.codegen.description import NUMBERS, PLACES, KernelDescription, Maximum, Store, Sum
 from te_fuser.codegen.schedule import ROW_VALUE, Kind, Schedule, above
+from te_fuser.codegen.text import part_name
 from te_fuser.formula.expr import Axes, Expr
 from te_fuser.formula.magnitude import Slope, bound_of, slope_of
 
@@ -51,7 +52,7 @@ class CudaKernelText:
         }
         self.random = {name: self.names.fresh(f"{name}_random") for name in description.streams}
         self.sum_names = {
-            (t.name, k): self.names.fresh(f"{t.name}{f'_{k}' if len(t.parts) > 1 else ''}_sum")
+            (t.name, k): self.names.fresh(f"{part_name(t.name, k, len(t.parts))}_sum")
             for t in description.sums
             for k in range(len(t.parts))
         }
@@ -233,7 +234,7 @@ class CudaKernelText:
         outputs: list[tuple[str, str, Expr]] = []
         for s in self.stored_as_vectors:
             for k, p in enumerate(s.parts):
-                name = self.names.fresh(f"{s.name}{f'_{k}' if len(s.parts) > 1 else ''}_out")
+                name = self.names.fresh(f"{part_name(s.name, k, len(s.parts))}_out")
                 self.text(f"float {name}[kVector];")
                 outputs.append((name, self.store_line(s, k, name), p))
         sums = [(t, k, p) for t in self.d.sums if t.axes & Axes.FEATURE for k, p in enumerate(t.parts)]

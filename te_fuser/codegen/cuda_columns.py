@@ -9,6 +9,7 @@ from te_fuser.codegen.cuda_body import CudaKernelText
 from te_fuser.codegen.cuda_text import CTYPES, part_role
 from te_fuser.codegen.description import KernelDescription, Store, Sum, is_in_blocks, is_transposed, item_size
 from te_fuser.codegen.schedule import Schedule, coming
+from te_fuser.codegen.text import part_name
 from te_fuser.formula.expr import Axes, Expr
 
 
@@ -153,7 +154,7 @@ class TileText(ColumnText):
     def __init__(self, symbol: str, description: KernelDescription, schedule: Schedule, space: str) -> None:
         super().__init__(symbol, description, schedule, space)
         self.turned = {
-            (s.name, k): self.names.fresh(f"{s.name}{f'_{k}' if len(s.parts) > 1 else ''}_rows")
+            (s.name, k): self.names.fresh(f"{part_name(s.name, k, len(s.parts))}_rows")
             for s in description.transposed
             for k in range(len(s.parts))
         }
@@ -164,7 +165,7 @@ class TileText(ColumnText):
         for s in description.in_blocks:
             self.pairs.setdefault(_value(s), {})[s.layout] = s
         self.waiting = {
-            (value, k): self.names.fresh(f"{s.name}{f'_{k}' if len(s.parts) > 1 else ''}_waiting")
+            (value, k): self.names.fresh(f"{part_name(s.name, k, len(s.parts))}_waiting")
             for value, stores in self.pairs.items()
             for s in [next(iter(stores.values()))]
             for k in range(len(s.parts))

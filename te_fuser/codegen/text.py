@@ -82,6 +82,11 @@ def identifier(role: str) -> str:
     return f"v_{name}" if name[0].isdigit() else name
 
 
+def part_name(name: str, index: int, parts: int) -> str:
+    """The name of a tensor, with the number of the part where it has several."""
+    return name if parts == 1 else f"{name}_{index}"
+
+
 def to_float32(value: float) -> float:
     """The nearest float32; infinity for what is beyond its range."""
     try:

@@ -29,20 +29,15 @@ if TYPE_CHECKING:
 
 @record()
 class Value:
-    """A tensor on an edge.
-
-    Attributes:
-        alias_of: the value that it is under another name (Fork, Identity), maybe in another form.
-        gradient: the dtype in which its gradient arrives, where that is not its own.
-    """
+    """A tensor on an edge."""
 
     index: int
     name: str
     spec: Spec
     axes: Axes | None
     needs_grad: bool
-    alias_of: int | None = None
-    gradient: torch.dtype | None = None
+    alias_of: int | None = None  # the value that it is under another name, maybe in another form
+    gradient: torch.dtype | None = None  # the dtype in which its gradient arrives, if not its own
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -63,19 +58,11 @@ class Draw:
 
 @record()
 class Node:
-    """One elementary op in its place.
-
-    Attributes:
-        label: for messages: "op 3 (GELU '2.gelu')".
-        traits: what it has in common with ops that are alike.
-        path: in the module tree.
-        places: in fused operations.
-        gradients: the nodes of an opaque op's backward.
-    """
+    """One elementary op in its place."""
 
     index: int
     op: FusableOperation
-    label: str
+    label: str  # for messages: "op 3 (GELU '2.gelu')"
     traits: Traits
     parameters: Mapping[str, int]
     input: int
@@ -84,9 +71,9 @@ class Node:
     named_out: tuple[int, ...]
     draw: Draw
     casts: Mapping[str, torch.dtype]
-    path: str
-    places: tuple[Place, ...]
-    gradients: tuple[Gradient, ...]
+    path: str  # in the module tree
+    places: tuple[Place, ...]  # in fused operations
+    gradients: tuple[Gradient, ...]  # the nodes of an opaque op's backward
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which it gives the gradient of an input of `dtype`."""

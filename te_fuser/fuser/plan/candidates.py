@@ -33,21 +33,17 @@ NO_TENSOR = "its last op makes no tensor of its own"
 
 @record(eq=False)
 class Edge:
-    """A candidate: steps for the ops start..stop-1, and how many bytes it makes kept.
-
-    `whole` is where the match of a fusion is, of which it covers start..stop-1. `in_forward` are the seconds, and those
-    of the host, that forward takes more for what a candidate for backward makes kept: a layout that nobody else reads.
-    """
+    """A candidate: steps for the ops start..stop-1."""
 
     start: int
     stop: int
     name: str
     steps: tuple[Step, ...]
-    kept: int = 0
+    kept: int = 0  # bytes that it makes kept for backward
     fusion: Fusion | None = None
-    whole: tuple[int, int] | None = None
+    whole: tuple[int, int] | None = None  # the match of a fusion, of which it covers a part
     recomputes: tuple[Ref, ...] = ()
-    in_forward: tuple[float, float] = NOTHING
+    in_forward: tuple[float, float] = NOTHING  # of seconds, the host's too, for what it makes kept
 
     @functools.cached_property
     def takes(self) -> tuple[float, float]:

@@ -28,24 +28,15 @@ if TYPE_CHECKING:
 
 @record()
 class OpTask(Task):
-    """A method of an opaque op.
-
-    Attributes:
-        gradient: which node of its backward; None: its forward.
-        needed: the gradients that somebody needs.
-        casts: gradients (by their names in the step) that are wanted in another dtype than the op gives them in.
-        phase: "whole"; or "start", which leaves what is under way to the step that waits for it, "wait".
-        again: whether it is a forward that runs in backward, where its output was not kept.
-        peers: the GPUs that exchange tensors by copies; None: the ProcessGroup does.
-    """
+    """A method of an opaque op."""
 
     node: Node
-    gradient: Gradient | None = None
+    gradient: Gradient | None = None  # a node of its backward; None: its forward
     needed: frozenset[str] = frozenset()
-    casts: tuple[tuple[str, torch.dtype], ...] = ()
-    phase: str = "whole"
-    again: bool = False
-    peers: PeersOf | None = None
+    casts: tuple[tuple[str, torch.dtype], ...] = ()  # gradients wanted in another dtype than the op's
+    phase: str = "whole"  # "whole", or "start", which leaves what is under way to "wait"
+    again: bool = False  # a forward that runs in backward, where its output was not kept
+    peers: PeersOf | None = None  # by copies; None: by the ProcessGroup
 
     @property
     def identity(self) -> Any:

@@ -146,19 +146,9 @@ class Task:
 
 @record()
 class Step:
-    """One entry of a plan.
+    """One entry of a plan, for the ops start..stop-1."""
 
-    Attributes:
-        name: the kernel or library call.
-        start, stop: the ops it covers.
-        inputs, outputs: (name, ref) of what it reads and makes.
-        cost, seconds: what it moves and computes, and the predicted time.
-        host: the seconds that its call costs the host.
-        price: where these come from.
-        chain: in backward, whether the next step's gradient depends on it.
-    """
-
-    name: str
+    name: str  # the kernel or library call
     start: int
     stop: int
     inputs: tuple[tuple[str, Ref], ...]
@@ -166,8 +156,8 @@ class Step:
     task: Task
     cost: Cost
     seconds: float
-    host: float = 0.0
-    chain: bool = True
+    host: float = 0.0  # seconds of its call
+    chain: bool = True  # in backward, the next step's gradient depends on it
     price: Price | None = field(default=None, compare=False, repr=False)
 
     def __repr__(self) -> str:
