@@ -153,7 +153,7 @@ def _choose_buffers(loops: Sequence[Loop], cost: Callable[[Expr], int]) -> None:
 
 
 def _is_frontier(e: Expr, loop: Loop, known: set[int], buffered: set[int]) -> bool:
-    """True where something that only this loop computes uses `e`; a deeper node comes along with its user."""
+    """True where something that only this loop computes uses `e`."""
     if any(e is root for root in loop.roots):
         return True
     nodes = _below(loop.roots, lambda n: id(n) in buffered or id(n) in known)

@@ -164,7 +164,7 @@ def _cheaper(description: KernelDescription) -> KernelDescription:
 
 @dataclass(frozen=True)
 class Term:
-    """scale * product of factors: the scale is one number a row (or a constant), the factors are one each element."""
+    """scale * product of factors: one number a row (or a constant), one each element."""
 
     scale: Expr
     factors: tuple[Expr, ...]

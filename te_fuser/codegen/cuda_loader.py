@@ -303,7 +303,7 @@ Place = tuple[str, int]
 
 
 def _places(description: KernelDescription, text: CudaKernel) -> dict[tuple[str, str], Place]:
-    """(kind, name) of a parameter -> where the runtime finds it: tensors are loads, maxima, seed, stores and sums."""
+    """(kind, name) of a parameter -> where the runtime finds it."""
     d = description
     kinds = [("load", t.name) for t in d.loads] + [("maximum", t.name) for t in d.maxima]
     kinds += [("seed", "seed")] if d.streams else []

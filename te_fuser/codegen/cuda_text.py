@@ -109,6 +109,7 @@ def number(node: Expr, known: Mapping[int, str], one: str = "1.0f") -> str:
 
 
 def bare(text: str) -> str:
+    """Text without the parentheses around the whole, if any."""
     depth = 0
     for at, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")

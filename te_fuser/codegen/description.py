@@ -246,7 +246,7 @@ def is_in_blocks(tensor: Load | Store | Sum) -> bool:
 
 
 def sizes_in_blocks(layout: Layout, rows: int, width: int) -> tuple[int, int]:
-    """The sizes of a tensor of 8 bits by blocks: each of its rows with four bytes for each of their scales."""
+    """The sizes of a tensor by blocks: rows with four bytes for each of their scales."""
     height, inner, room = (rows, width, width) if layout == "blocks" else (width, rows, padded(rows))
     return height, room + 4 * -(-inner // BLOCK)
 
@@ -279,7 +279,7 @@ class NotOneKernel(ValueError):
 
 @record()
 class Target:
-    """A tensor that a kernel shall write: its expression, its extent, the dtype it is stored in, and how it lies."""
+    """A tensor that a kernel shall write, and how it lies."""
 
     name: str
     expression: Expr

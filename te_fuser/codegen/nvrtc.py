@@ -49,7 +49,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Machine code, and what its kernels take as the assembler reports it: nothing where NVRTC passes no report on."""
+    """Machine code, and what its kernels take, if NVRTC passes the report on."""
 
     cubin: bytes
     resources: tuple[Resources, ...]

@@ -114,14 +114,17 @@ class Schedule:
 
     @property
     def covered(self) -> int:
+        """Columns that a block works on at once."""
         return self.lanes * self.vector * (1 if self.owns_columns else self.chunks)
 
     @property
     def rows(self) -> int:
+        """Rows that a block does in one go."""
         return self.slots * (self.ahead * self.chunks if self.owns_columns else self.held)
 
     @property
     def held(self) -> int:
+        """Rows that a thread has in registers at once."""
         return self.ahead if self.kind == Kind.REGISTERS else 1
 
     def tiles(self, width: int) -> int:
@@ -311,7 +314,7 @@ def shared_bytes(description: KernelDescription, s: Schedule) -> int:
 
 
 def static_bytes(description: KernelDescription, s: Schedule) -> int:
-    """Static shared memory of a block: for row reductions, maxima, and for adding up what its slots summed."""
+    """Static shared memory of a block: for reductions, maxima, and sums of its slots."""
     stages = {len(stage) * s.held for stage in description.reductions}
     exchanges = sum(2 * 32 * 4 * n for n in stages) if s.lanes > 32 else 0
     exchanges += 32 * 4 * len(description.maxima) + 4 * 4 * BLOCK * sum(_waiting_in_blocks(description).values())
@@ -320,7 +323,7 @@ def static_bytes(description: KernelDescription, s: Schedule) -> int:
 
 
 def _waiting_in_blocks(description: KernelDescription) -> dict[tuple[object, ...], int]:
-    """Number of parts of each value that is stored by blocks, by the parts' digests and the dtype it is made in."""
+    """Number of parts of each value that is stored by blocks, by what it is."""
     return {(*[p.digest for p in t.parts], t.made_in): len(t.parts) for t in description.in_blocks}
 
 

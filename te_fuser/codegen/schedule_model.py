@@ -390,7 +390,7 @@ def _loaded_bytes(description: KernelDescription) -> int:
 
 
 def _travelling_bytes(description: KernelDescription) -> int:
-    """Bytes that kind `columns` reads for each feature of a row: not the parameters, which stay with their thread."""
+    """Bytes that kind `columns` reads for each feature of a row, without the parameters."""
     owned = any(t.axes & Axes.BATCH for t in description.sums)
     stays = Axes.SAMPLE_FEATURES if owned else Axes.FEATURE
     return sum(

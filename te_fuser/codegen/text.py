@@ -76,7 +76,7 @@ class RoleNames:
 
 
 def identifier(role: str) -> str:
-    """A role in letters, digits and single underscores (two in a row belong to the compiler), no digit in front."""
+    """A role as an identifier without two underscores in a row, or a digit in front."""
     name = re.sub(r"[^0-9a-zA-Z_]+", "_", role).strip("_") or "value"
     name = re.sub(r"__+", "_", name)
     return f"v_{name}" if name[0].isdigit() else name

@@ -46,7 +46,7 @@ class TunedSchedules(EntryFile):
 
 
 def store_for(gpu: str, folder: Path | None = None) -> TunedSchedules:
-    """The store for a kind of GPU, by its name; in the cache folder as it is set now if no other is given."""
+    """The store for a kind of GPU; in the cache folder if no other is given."""
     return TunedSchedules.of(gpu, folder)
 
 

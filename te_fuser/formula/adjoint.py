@@ -16,6 +16,7 @@ from te_fuser.formula.traversal import topological
 
 
 def _spread(e: Expr, g: Expr) -> Iterable[tuple[Expr, Expr]]:
+    """The contributions of a node, as (argument, contribution)."""
     if e.op == "concat":
         width = e.width // len(e.args)
         for k, a in enumerate(e.args):
@@ -78,7 +79,7 @@ def _read_in_parts(order: Iterable[Expr]) -> dict[Expr, list[Expr]]:
 
 
 def _total(node: Expr, contributions: list[Expr]) -> Expr:
-    """Add contributions of equal extent first, then reduce each sum over the features if the node has none."""
+    """Add contributions of equal extent, then reduce over features that the node has not."""
     by_width: dict[int, Expr] = {}  # 0: without features; a node without features may meet parts of several widths
     for c in contributions:
         key = c.width if c.has_features else 0
@@ -90,6 +91,7 @@ def _total(node: Expr, contributions: list[Expr]) -> Expr:
 
 
 def _plus(a: Expr, b: Expr) -> Expr:
+    """a + b; what cancels is no number where its terms are none."""
     total = add(a, b)
     return mul(const(0.0), a) if total is ZERO and a is not ZERO else total
 

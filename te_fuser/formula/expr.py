@@ -201,6 +201,7 @@ def lift(value: Any) -> Expr:
 
 
 def leaf(name: str, axes: Axes, width: int = 1) -> Expr:
+    """A tensor that is read: its name, the offset of this part, its full width."""
     return make("input", (), (name, 0, width), axes, width if axes & Axes.FEATURE else 1)
 
 
@@ -233,6 +234,7 @@ def may_move(number: float | Fraction) -> bool:
 
 
 def is_scaled(e: Expr) -> bool:
+    """True for a multiple or quotient by a number that may not move."""
     number = e.args[0 if e.op == "mul" else 1] if e.op in ("mul", "div") else ONE
     return number.op == "const" and not may_move(number.attrs[0])
 

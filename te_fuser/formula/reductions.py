@@ -26,7 +26,7 @@ from te_fuser.formula.traversal import Deep, deep, topological
 
 
 def substitute(roots: Iterable[Expr], replace: Callable[[Expr], Expr | None]) -> list[Expr]:
-    """Rebuild `roots` with every node for which `replace` gives another; its arguments are then not visited."""
+    """Rebuild `roots` with other nodes by `replace`, below which nothing is visited."""
     roots = list(roots)
     done: dict[int, Expr] = {}
 

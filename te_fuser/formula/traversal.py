@@ -62,7 +62,7 @@ _READABLE = 60  # nodes, counted as often as they are written
 
 
 def render(e: Expr) -> str:
-    """The expression as one line of text; what a long one uses more than once gets a name, t0, t1, ..., before it."""
+    """The expression as one line; what a long one uses more than once is t0, t1, ...."""
     steps, (text,) = render_together([e])
     return "; ".join([*steps, text])
 

@@ -290,6 +290,7 @@ class GraphBuilder:
     def _taken(
         self, label: str, listed: ListedOp, traits: Traits, current: int, known: Mapping[str, ParameterSpecs]
     ) -> tuple[str, dict[str, int]]:
+        """The first op that is alike, checked for all of these; and the named inputs."""
         op, x = listed.lowered.op, self.values[current].spec
         given = [(name, p.spec.key, p.kind, p.lies) for name, p in known.items()]
         like = self.checked.setdefault((traits, x.key, *listed.casts.items(), *given), label)

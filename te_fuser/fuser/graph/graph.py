@@ -314,7 +314,7 @@ def marked_refs(nodes: Iterable[Node]) -> set[Ref]:
 
 
 def stops_gradients(node: Node) -> bool:
-    """True for an op that hands no gradient on to its main input, even where autograd would through its own code."""
+    """True for an op that hands no gradient on to its main input."""
     declared = isinstance(node.op, UnfusedOperation) and "output" in node.op.non_differentiable
     return declared or node.input not in _given(node)
 

@@ -47,6 +47,7 @@ class Edge:
 
     @functools.cached_property
     def takes(self) -> tuple[float, float]:
+        """Seconds of its steps, and those of the host."""
         return sum([s.seconds for s in self.steps]), sum([s.host for s in self.steps])
 
     @property

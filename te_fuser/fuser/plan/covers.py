@@ -62,6 +62,7 @@ class _Round:
 
     @property
     def demand_unmet(self) -> bool:
+        """True where another backward could let forward take more fusions."""
         return True in [way.found.demand_unmet for way in self.forward]
 
 
@@ -120,7 +121,7 @@ class Covering:
     def _following(
         self, backward: list[Way]
     ) -> tuple[list[MatchOf], list[Found], MatchOf | None, tuple[set[Ref], frozenset[Ref]]]:
-        """A backward cover's joint fusions, the candidates for forward, the first that cannot run, and what is read."""
+        """A backward cover's joint fusions, forward's candidates, the first that cannot run, what is read."""
         joint = [match for match in self._matches(backward) if match[0].direction == "joint"]
         reads = self._reads(backward)
         candidates = ForwardCandidates(self.prices, reads[1], joint)
@@ -150,6 +151,7 @@ class Covering:
         return None
 
     def _reads(self, backward: list[Way]) -> tuple[set[Ref], frozenset[Ref]]:
+        """Tensors that backward computes again, and those of forward that it reads."""
         again: set[Ref] = set()
         read: set[Ref] = set()
         hanging: set[Ref] = set()

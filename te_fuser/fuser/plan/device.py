@@ -172,6 +172,7 @@ class Device:
         }
 
     def _converted(self, cost: Cost, dtype: str) -> float:
+        """The bytes of copies in float32, written and read again."""
         return 4.0 * (cost.read + cost.written) if cost.flops and dtype in self.converts else 0.0
 
 

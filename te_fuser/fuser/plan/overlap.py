@@ -89,6 +89,7 @@ def said_of(plan: Plan, step: Step) -> str:
 
 
 def way_of(step: Step, device: Device) -> float:
+    """The seconds that a step's start is under way alone."""
     return device.seconds(replace(step.cost, hidden=0.0), "float32")
 
 
@@ -248,6 +249,7 @@ class _StepsByFreedom:
         return cls(chain, free, tuple(own), again, device)
 
     def gaps(self) -> list[tuple[int, int]]:
+        """Places (start, wait) in the chain of what is under way."""
         starts = {ref: k for k, s in enumerate(self.chain) if (ref := started(s)) is not None}
         return sorted((starts[ref], k) for k, s in enumerate(self.chain) if (ref := awaited(s)) is not None)
 
@@ -285,6 +287,7 @@ def free_steps(steps: Sequence[Step]) -> Steps:
 
 
 def _before(steps: Sequence[Step], free: Steps, chain: Steps) -> list[int]:
+    """Place, for each free step, of the last chain step before it that sends nothing."""
     places, freed = {id(s): k for k, s in enumerate(chain)}, {id(s) for s in free}
     found, last = [], -1
     for step in steps:

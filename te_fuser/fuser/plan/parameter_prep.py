@@ -94,6 +94,7 @@ def measuring_steps(
 
 
 def _is_made_in_kernels(target: str) -> bool:
+    """True where the pass that measures makes the scale, too."""
     return target == "cuda"
 
 

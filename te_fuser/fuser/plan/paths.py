@@ -209,6 +209,7 @@ class Passing:
         self._way_to = least[::-1]  # never less for a later place
 
     def past(self, start: int, stop: int) -> int:
+        """Ticks of forward for the ops start..stop-1."""
         return self._way_to[stop] - self._way_to[start]
 
     def more(self, start: int, stop: int, length: int) -> int:

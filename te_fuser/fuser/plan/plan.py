@@ -115,6 +115,7 @@ class SegmentPlan:
         return self.forward if direction == "forward" else self.backward
 
     def node(self, direction: str, host: Host) -> float:
+        """Seconds of the host for its autograd node."""
         if not self.backward:
             return 0.0
         if self.recorded:

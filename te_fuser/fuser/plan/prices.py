@@ -74,6 +74,7 @@ class CostModel:
         return _STATISTIC * function.statistics * self.graph.values[node.input].spec.rows if function else 0
 
     def kept_bytes(self, refs: Iterable[Ref]) -> int:
+        """Bytes that these take beside the call's own tensors; a view takes none."""
         storages = {self.graph.stored(r) for r in refs}
         ours = (r for r in storages if r.kind.counts != "parameters" and self.graph.owner(r) == "activation")
         return sum(map(self.size, ours))
@@ -87,6 +88,7 @@ class CostModel:
         return replace(step, cost=cost, seconds=seconds, host=host)
 
     def takes(self, price: Price, task: Task, start: int) -> tuple[Cost, float, float]:
+        """Cost of a step, and the seconds of the device and of the host."""
         cost = self.cost(price)
         host = self._host(task, cost)
         seconds = self.seconds(cost, self.graph.nodes[start])
@@ -138,7 +140,7 @@ class CostModel:
         return kernel_cost(kernel.description, spec.rows, batch_layout(spec.shape, kernel.batch_dim)[1], generated)
 
     def of_opaque(self, node: Node, inputs: Named, outputs: Named, work: float, scratch: float) -> Cost:
-        """Cost of an opaque op's own code: `work` times its products in forward, `scratch` times its scratch."""
+        """Cost of an opaque op's own code: so many times its products and its scratch."""
         assert isinstance(node.op, UnfusedOperation)
         sent = node.op.sent_bytes(self.graph.values[node.input].spec, back="dy" in dict(inputs))
         if node.op.views and not sent:

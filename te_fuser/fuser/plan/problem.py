@@ -260,7 +260,7 @@ class Problem:
 
     @functools.cached_property
     def forms_read(self) -> dict[int, frozenset[tuple[Form, bool]]]:
-        """Value that others are under another name -> their forms, and whether somebody reads one in that form."""
+        """Value that others are under another name -> their forms, and whether each is read."""
         found: dict[int, set[tuple[Form, bool]]] = {}
         read = self.graph.results.union([v for n in self.nodes for v in (n.input, *n.named_in.values())])
         for v in self.graph.values:
@@ -376,7 +376,7 @@ class Problem:
         return ref
 
     def read_in_match(self, fusion: Fusion, nodes: tuple[Node, ...]) -> tuple[str, ...]:
-        """The names that a fusion's backward reads here: one that ends with "?" only where there is such a tensor."""
+        """The names that a fusion's backward reads here, of those with "?" what is there."""
         named = ((name, name.removesuffix("?")) for name in fusion.reads)
         return tuple([n for name, n in named if n == name or self._named_in_match(nodes, n) is not None])
 

@@ -67,7 +67,7 @@ class Gives:
         self.raised: list[Ref] = []
 
     def raise_by(self, name: str, e: Expr, width: int, slot: Ref) -> None:
-        """Raise a number to the largest magnitude of `e`, which is given for each row and `width` features."""
+        """Raise a number to the largest magnitude of `e`, of so many features."""
         self.maxima.append(Target(name, e, Axes.FULL, width, "float32"))
         self.raised.append(slot)
 

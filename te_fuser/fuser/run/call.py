@@ -44,7 +44,7 @@ _NOBODY_LOOKS = (
 
 
 class Call(NamedTuple):
-    """Arguments of a call, the list that it runs, and the parameters of the ops in the order of the graph's."""
+    """Arguments of a call, its list, and parameters in the order of the graph's."""
 
     x: torch.Tensor
     inputs: Mapping[str, torch.Tensor]

@@ -54,7 +54,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Parts that programs are built of: kernels by description key, and what the ops of the plan are called."""
+    """Kernels by description key, and what the ops of the plan are called."""
 
     kernels: Mapping[str, KernelFunction]
     wrap: Wrapper | None = None

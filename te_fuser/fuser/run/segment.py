@@ -193,6 +193,7 @@ class Late:
     def gradients(
         self, segment: Segment, back: Backward, slots: list[Any], lying: Sequence[Any]
     ) -> Callable[[], Sequence[Gradient]]:
+        """Function that makes the gradients, once."""
         slots = self.program.slots([slots[k] for k in self.reads])
         read = [t for t in slots if isinstance(t, torch.Tensor) and not (t.is_leaf and t.requires_grad)]
         seen = [(t, t._version) for t in read if not t.is_inference()]
@@ -316,6 +317,7 @@ def _unlinked(outs: list[torch.Tensor], held: Sequence[Any]) -> list[torch.Tenso
 def _exchanged(
     saved: Sequence[Any], places: Sequence[tuple[int, int]], parameters: Sequence[torch.Tensor | None]
 ) -> Sequence[Any]:
+    """Saved values, with other tensors in some places."""
     found = list(saved)
     for (place, _), parameter in zip(places, parameters, strict=False):
         found[place] = parameter

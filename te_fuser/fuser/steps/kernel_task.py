@@ -155,6 +155,7 @@ class KernelTask(Task):
         )
 
     def moved(self, move: Callable[[Ref], Ref], streams: int) -> KernelTask:
+        """The kernel on other tensors, with other numbers of streams."""
         return KernelTask(
             self.description,
             tuple(map(move, self.inputs)),

@@ -85,6 +85,7 @@ class OpTask(Task):
 
     @property
     def plain(self) -> TensorFunction | None:
+        """The plain function of tensors that the method is, if any."""
         return getattr(getattr(self.node.op, self.method), "plain", None)
 
     def phases(self, step: Step) -> tuple[Step, ...]:
@@ -334,7 +335,7 @@ class FusionTask(Task):
         return self.body.describe() if self.body is not None and self.body.describe is not None else ""
 
     def function(self) -> Callable[..., Any]:
-        """Function that was chosen here, or that the fusion declares: a plain one of tensors, or a body of (m, x)."""
+        """Function chosen here, or declared: a plain one of tensors, or a body of (m, x)."""
         if self._blocks is not None:
             return self._blocks.function
         if self.body is not None:

@@ -104,6 +104,7 @@ class Task:
 
     @property
     def identity(self) -> Any:
+        """Key, equal for tasks of equal steps that run alike, whatever their sizes."""
         return self
 
     def runner(self, step: Step, bench: Bench) -> Runner:

@@ -107,7 +107,7 @@ class Check:
         parameters: Sequence[torch.Tensor],
         moved: int | None = None,
     ) -> Results:
-        """Outputs and gradients; `moved` is the number of the neighbour whose arriving gradients are to be taken."""
+        """Outputs and gradients; `moved`: of arriving gradients that are this neighbour's."""
         torch.default_generator.manual_seed(0)  # torch.manual_seed is for all devices
         if x.device.type == "cuda":
             torch.cuda.default_generators[x.device.index or 0].manual_seed(0)
