@@ -276,7 +276,7 @@ def _table(direction: str, rows: list[StepRow]) -> Group:
 
 
 class _StepTable(Table):
-    """Table whose two columns of words share what its numbers leave; neither is narrower than its longest word."""
+    """Table whose two columns of words share what its numbers leave."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         wide = options.update(max_width=_UNLIMITED)
