@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.weight import figures
 
 CEILINGS = {
-    "lines of te_fuser and csrc": 66_811,
+    "lines of te_fuser and csrc": 66_919,
     "files in te_fuser": 268,
     "files flat in te_fuser/ops": 31,
     "lines of tests": 69_631,

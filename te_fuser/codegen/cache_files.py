@@ -37,6 +37,7 @@ def user_cache_dir() -> Path:
 
 
 def current(folder: Path) -> Path:
+    """The folder; the one that is used instead, once it was given up."""
     return private_folder() if folder in _given_up else folder
 
 
@@ -70,6 +71,7 @@ def give_up(folder: Path, why: str) -> Path:
 
 @functools.cache
 def private_folder() -> Path:
+    """A temporary folder of this process alone, deleted when it ends; OSError when none can be made."""
     try:
         folder = tempfile.mkdtemp(prefix="te_fuser-")
     except OSError as error:

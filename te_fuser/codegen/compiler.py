@@ -102,6 +102,7 @@ def _asked(name: str | None) -> str:
 
 @functools.cache
 def _version(command: tuple[str, ...]) -> str | None:
+    """The compiler's first line about itself; None when it cannot be run."""
     try:
         answer = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -126,6 +127,7 @@ _MARK = b"te_fuser"
 
 
 def default_cache_dir() -> Path:
+    """Folder of compiled libraries: `te_fuser/cpu` in the user's cache folder."""
     return cache_files.user_cache_dir() / "cpu"
 
 
@@ -265,6 +267,7 @@ def _library(folder: Path, key: str) -> Path:
 
 
 def _open(key: str, kernel: CppKernel, folder: Path) -> bool:
+    """Load one kernel from its library; False when the library is not there, torn, or not for this machine."""
     from te_fuser._native import CpuKernel
 
     library, size = _library(folder, key), len(_checksum(b""))

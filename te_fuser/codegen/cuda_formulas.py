@@ -37,6 +37,7 @@ def is_precise(description: KernelDescription) -> bool:
 
 
 def is_boolean(e: Expr) -> bool:
+    """True where a node is a condition rather than a number."""
     return e.op in (*COMPARISONS, "keep")
 
 
@@ -231,6 +232,7 @@ def _joined(terms: Sequence[Term]) -> Expr:
 
 
 def _product(t: Term) -> Expr:
+    """The product, equal factors first, so that a square is computed once."""
     counts = Counter(f.digest for f in t.factors)
     total = expr.ONE
     for f in sorted(t.factors, key=lambda f: -counts[f.digest]):

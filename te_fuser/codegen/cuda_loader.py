@@ -107,6 +107,7 @@ def _other_forms(listed: Iterable[tuple[Schedule, ...]], tried: tuple[Schedule, 
 
 
 def _form(schedules: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
+    """The schedules without their numbers of blocks: the key by which those of one form are found."""
     return tuple(dataclasses.replace(s, blocks_per_multiprocessor=1) for s in schedules)
 
 
@@ -188,6 +189,7 @@ def load_variant(
 
 
 def loaded() -> list[GpuKernel]:
+    """Every kernel that this process has made, in that order."""
     with _lock:
         return list(_made.values())
 
@@ -243,6 +245,7 @@ def _is_capturing(index: int) -> bool:
 def _make_all(
     wanted: Sequence[Wanted], written: Sequence[WrittenKernel], arch: str, cache_dir: Path | None
 ) -> list[Loadable]:
+    """Make what this process has not, of both kinds at the same time, and give those written by hand."""
     new = [(d, s) for d, s in wanted if (d.key, arch, s) not in _made]
 
     def make(description: KernelDescription, schedules: tuple[Schedule, ...]) -> GpuKernel:
@@ -257,6 +260,7 @@ def _make_all(
 
 
 def _in_parallel(jobs: Sequence[Callable[[], Any]], arch: str) -> list[Any]:
+    """Run the jobs of the compiler, several at a time, and return their results in order."""
     if not jobs:
         return []
     total, started = len(jobs), list[Future[Any]]()

@@ -193,6 +193,7 @@ class RowText(CudaKernelText):
 
     @contextlib.contextmanager
     def _each(self, stores: bool = False) -> Iterator[None]:
+        """Each row of a thread, with `stores` those that are there."""
         if not self.held:
             yield
             return
@@ -292,6 +293,7 @@ class RowText(CudaKernelText):
         known.update({id(r): f"{name}{self.held}" for r, name in zip(p.reductions, names, strict=True)})
 
     def _reduce(self, names: Sequence[str], kinds: Sequence[str]) -> None:
+        """Join what threads have of their rows' reductions."""
         held = range(self.s.held)
         values = [f"{name}[{k}]" if self.held else name for name in names for k in held]
         joins, listed = ", ".join(kind for kind in kinds for _ in held), ", ".join(values)

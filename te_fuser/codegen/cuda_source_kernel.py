@@ -70,9 +70,11 @@ class TextKernel(ABC, Generic[Made]):
     headers: ClassVar[tuple[str, ...]] = ()
 
     def constants(self) -> Iterable[str]:
+        """Lines before the source: what this one has for itself."""
         return ()
 
     def text(self) -> str:
+        """The CUDA text: headers, constants and source."""
         lines = [f'#include "{name}"' for name in self.headers]
         lines += ["", *self.constants(), ""] if lines else []
         return "\n".join([*lines, self.source.read_text()])
@@ -138,8 +140,10 @@ def over_rows(
 
 
 def index_of(device: torch.device) -> int:
+    """The number of a CUDA device; the current one's where it has none."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 
 def arch_on(index: int) -> str:
+    """The architecture to compile for on a CUDA device."""
     return nvrtc.arch_of(torch.cuda.get_device_capability(index))

@@ -29,6 +29,7 @@ class Text(Lines):
     def loop(
         self, variable: str, count: str, unroll: str = "#pragma unroll"
     ) -> contextlib.AbstractContextManager[None]:
+        """A counted loop, unrolled so that arrays in registers are indexed by constants."""
         self(unroll)
         return self.block(f"for (int {variable} = 0; {variable} < {count}; ++{variable})")
 
@@ -119,5 +120,6 @@ def bare(text: str) -> str:
 
 
 def part_role(e: Expr) -> str:
+    """The name of a tensor, with the number of the part where only a part of it is meant."""
     name, offset = e.attrs[0], e.attrs[-2]
     return f"{name}_{offset // e.width}" if e.is_part else name

@@ -136,6 +136,7 @@ class KernelDescription:
 
     @functools.cached_property
     def outputs(self) -> tuple[Store | Sum, ...]:
+        """Everything that is written, in the order of the kernel's tensors."""
         return (*self.stores, *self.sums)
 
     @functools.cached_property
@@ -153,6 +154,7 @@ class KernelDescription:
 
     @property
     def is_by_tiles(self) -> bool:
+        """True where some output is stored otherwise than row by row."""
         return bool(self.transposed or self.in_blocks)
 
     @functools.cached_property
@@ -160,6 +162,7 @@ class KernelDescription:
         return len(self.streams) + (len(PLACES) if self.shared else 0)
 
     def share_of(self, stream: str) -> Shared | None:
+        """Split over ranks of what a stream draws for; None where it is whole."""
         return dict(self.shared).get(stream)
 
     @functools.cached_property
@@ -168,6 +171,7 @@ class KernelDescription:
 
     @functools.cached_property
     def roots(self) -> tuple[Expr, ...]:
+        """Every expression that is stored or summed, or whose largest magnitude is wanted."""
         return tuple(p for item in (*self.outputs, *self.maxima) for p in item.parts)
 
     @functools.cached_property
@@ -234,14 +238,17 @@ class KernelDescription:
 
 
 def item_size(dtype: str) -> int:
+    """Bytes of one element, by PyTorch's name of its dtype."""
     return getattr(torch, dtype).itemsize  # type: ignore[no-any-return]
 
 
 def is_transposed(tensor: Load | Store | Sum) -> bool:
+    """True where a tensor is stored as [width, rows]."""
     return isinstance(tensor, Store) and tensor.layout == "transposed"
 
 
 def is_in_blocks(tensor: Load | Store | Sum) -> bool:
+    """True where a tensor is stored with a scale for each block."""
     return isinstance(tensor, Store) and tensor.layout in ("blocks", "transposed_blocks")
 
 
@@ -252,16 +259,19 @@ def sizes_in_blocks(layout: Layout, rows: int, width: int) -> tuple[int, int]:
 
 
 def padded(rows: int) -> int:
+    """Number of rows for which a tensor that is stored transposed has room."""
     return -(-rows // TOKENS) * TOKENS
 
 
 def elements_of(tensor: Load | Store | Sum, rows: int, samples: int) -> int:
+    """Number of elements of a tensor in a call with so many rows and samples."""
     if isinstance(tensor, Store) and is_in_blocks(tensor):
         return math.prod(sizes_in_blocks(tensor.layout, rows, tensor.width))
     return elements(tensor.axes, tensor.width, padded(rows) if is_transposed(tensor) else rows, samples)
 
 
 def elements(axes: Axes, width: int, rows: int, samples: int) -> int:
+    """Number of elements of a tensor of this extent."""
     count = width if axes & Axes.FEATURE else 1
     if axes & Axes.OUTER:
         return count * rows

@@ -75,6 +75,7 @@ def compile_source(source: str, arch: str, *, name: str = "", cache: Path | None
 
 
 def cache_folder() -> Path:
+    """Folder of compiled machine code: `te_fuser/cubin` in the user's cache folder."""
     return user_cache_dir() / "cubin"
 
 
@@ -86,6 +87,7 @@ def key(source: str, arch: str) -> str:
 
 @functools.cache
 def compiler_version() -> tuple[int, int]:
+    """NVRTC's version; CompilerMissing when it cannot be loaded."""
     with _needing_compiler():
         from cuda.bindings import nvrtc
 
@@ -115,6 +117,7 @@ def _needing_compiler() -> Iterator[None]:
 
 @functools.cache
 def _headers_digest() -> str:
+    """Our own headers by content, CUDA's by their version."""
     digest = hashlib.blake2b(digest_size=16)
     headers = sorted(p for p in INCLUDE.rglob("*") if p.suffix in (".h", ".cuh"))
     headers += [folder / "cuda.h" for folder in cuda_include_folders()]
@@ -159,6 +162,7 @@ def _compile(source: str, arch: str, name: str) -> Compiled:
 
 
 def _text(nvrtc: Any, program: Any, size_of: Callable[..., Any], get: Callable[..., Any]) -> bytes:
+    """Bytes that NVRTC holds for a program, read by the function for their size and the one that copies them."""
     text = bytearray(_done(nvrtc, *size_of(program)))
     _done(nvrtc, *get(program, text))
     return bytes(text)

@@ -106,10 +106,12 @@ class Schedule:
 
     @property
     def owns_columns(self) -> bool:
+        """True where threads own columns and walk down the rows."""
         return self.kind in (Kind.COLUMNS, Kind.TILE)
 
     @property
     def ends_soon(self) -> bool:
+        """True where a block does a row, or as many as its threads hold at once, and ends."""
         return self.rounds == 0 and not self.owns_columns
 
     @property
@@ -128,6 +130,7 @@ class Schedule:
         return self.ahead if self.kind == Kind.REGISTERS else 1
 
     def tiles(self, width: int) -> int:
+        """Number of blocks side by side along the features."""
         return -(-width // self.covered) if self.owns_columns else 1
 
     def __str__(self) -> str:
@@ -189,6 +192,7 @@ def passes(description: KernelDescription, kind: Kind) -> tuple[Pass, ...]:
 
 
 def is_full(e: Expr) -> bool:
+    """True where a node differs from row to row and from feature to feature."""
     return bool(e.axes & Axes.FEATURE and e.axes & Axes.OUTER)
 
 
@@ -289,6 +293,7 @@ def _row_values(parts: Iterable[Expr]) -> Iterator[Expr]:
 
 
 def narrowed(description: KernelDescription) -> KernelDescription:
+    """The description without the loads and streams that it does not use."""
     used = {n.attrs[0] for n in description.nodes if n.op in ("input", "keep")}
     return dataclasses.replace(
         description,

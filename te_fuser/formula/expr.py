@@ -218,6 +218,7 @@ def value(name: str, inner: Expr) -> Expr:
 
 
 def is_const(e: Expr, number: float | None = None) -> bool:
+    """True where `e` is a constant (equal to `number`, when one is given)."""
     return e.op == "const" and (number is None or e.attrs[0] == number)
 
 
@@ -425,6 +426,7 @@ def concat(parts: Iterable[Expr], width: int | None = None) -> Expr:
 
 
 def tile(e: Expr, pieces: int) -> tuple[Expr, ...]:
+    """`e` cut along the features into `pieces` equal parts."""
     return tuple(part(e, k, pieces) for k in range(pieces))
 
 

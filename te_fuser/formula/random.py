@@ -94,9 +94,11 @@ class RankPlacement:
         return _of_whole(rows, self.row_block, self.row_rank, self.shared.rows)
 
     def columns(self, columns: torch.Tensor, width: int) -> torch.Tensor:
+        """Columns of the whole, of rows that have `width` here."""
         return _of_whole(columns, width // self.shared.parts, self.column_rank, self.shared.columns)
 
     def samples(self, samples: torch.Tensor, size: int) -> torch.Tensor:
+        """Samples of the whole, where there are `size` here."""
         return samples + size * self.row_rank if self.shared.samples else samples
 
     def of_blocks(self, index: torch.Tensor, block: int, samples: int) -> torch.Tensor:
@@ -121,6 +123,7 @@ class RandomStream:
     placed: RankPlacement | None = None  # None: the rank has all
 
     def bits(self, rows: int, width: int, device: torch.device) -> torch.Tensor:
+        """16 random bits for each element of so many rows."""
         drawn, placed = torch.arange(rows, device=device), self.placed
         if placed is None:
             return keep_bits(drawn, width, self.seed, self.offset, self.stream)
@@ -129,6 +132,7 @@ class RandomStream:
         return bits[:, placed.columns(torch.arange(width, device=device), width)]
 
     def sample_bits(self, size: int, device: torch.device) -> torch.Tensor:
+        """16 random bits for each of so many samples, [size, 1]."""
         samples = torch.arange(size, device=device)
         if self.placed is not None:
             samples = self.placed.samples(samples, size)

@@ -87,6 +87,7 @@ def over(node: Expr, args: tuple[Expr, ...]) -> Expr:
 
 
 def row_sum(e: Expr) -> Expr:
+    """The sum over the features of each row; a value without a feature axis is its own sum."""
     return sum_features(e, e.width) if e.has_features else e
 
 

@@ -156,6 +156,7 @@ class Graph:
 
     @functools.cached_property
     def makers(self) -> list[int | None]:
+        """Node that makes each value; None for inputs of the call."""
         found: list[int | None] = [None] * len(self.values)
         for n in self.nodes:
             for value in (n.output, *n.named_out):
@@ -231,6 +232,7 @@ class Graph:
         return "input" if given else ref.owner
 
     def needs_grad(self, value: int) -> bool:
+        """True where somebody upstream of this value needs a gradient."""
         return self.values[value].needs_grad
 
     def leaving(self, start: int, stop: int) -> list[int]:

@@ -180,14 +180,17 @@ class CallSpecs:
         return cls(spec, x.requires_grad, named, known, outputs, grad, autocast, tuple(parameters), around, capability)
 
     def stand_ins(self) -> StandIns:
+        """Stand-ins for the parameters that are computed."""
         return {key: p.stand_in for key, p in self.parameters.items() if p.computed}
 
 
 def autocast_of(kind: str) -> torch.dtype | None:
+    """The dtype that torch.autocast runs in on a kind of device; None outside of it."""
     return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
 
 
 def spec_of(t: torch.Tensor, device: torch.device | None = None) -> Spec:
+    """The spec of a tensor, as if it were on `device` where one is given."""
     return Spec(tuple(t.shape), t.dtype, device or t.device)
 
 
@@ -202,6 +205,7 @@ def bindings_of(listed: Iterable[ListedOp]) -> list[Binding]:
 
 
 def numbered(listed: Sequence[ListedOp]) -> list[ListedOp]:
+    """The list with each op's place as the number of its random stream."""
     return [op if op.stream == place else replace(op, stream=place) for place, op in enumerate(listed)]
 
 

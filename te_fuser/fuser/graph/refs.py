@@ -221,6 +221,7 @@ def own_term_ref(index: int) -> Ref:
 
 
 def statistic_ref(stretch: int, digest: str) -> Ref:
+    """A per-row statistic of a stretch, by the digest of its expression."""
     return Ref(STATISTIC, stretch, name=digest)
 
 

@@ -116,6 +116,7 @@ class BackwardCandidates:
         return steps, tuple([ref for _, ref in again])
 
     def _again_step(self, node: Node, output: Ref) -> Step:
+        """An op that gathers once more, for hanging nodes."""
         inputs = [("input", self.graph.ref(node.input))]
         outputs = [("output", output._replace(kind=RECOMPUTED))]
         price = Price("of_opaque", (node, inputs, outputs, 1.0, 1.0))
@@ -139,6 +140,7 @@ class BackwardCandidates:
         return self.prices.step(name, (node.index, node.index + 1), inputs, outputs, task, price, chain=not hanging)
 
     def _arriving(self, node: Node) -> Named:
+        """The gradients of an opaque op's outputs, as its methods call them."""
         names = ("dy", *(f"d_{name}" for name in node.op.named_outputs()))
         values = zip(names, (node.output, *node.named_out), strict=True)
         return [(name, gradient_ref(v)) for name, v in values if self.graph.needs_grad(v)]
@@ -187,6 +189,7 @@ class BackwardCandidates:
         return Edge(start, stop, name, steps, kept, recomputes=again, in_forward=more)
 
     def _readable(self, stretch: DerivedStretch) -> frozenset[int]:
+        """The values that the backward of a stretch may read."""
         leaving = map(self.graph.ref, stretch.values_leaving(stretch.start, stretch.stop))
         left = {r.index for r in leaving if r.form == AS_MADE}
         return frozenset(left | self.limits.given) - self.limits.forbidden

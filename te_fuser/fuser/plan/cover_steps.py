@@ -81,6 +81,7 @@ def without_idle(backward: list[Step]) -> list[Step]:
 
 
 def kept_by(prices: Prices, backward: list[Step]) -> tuple[SavedTensor, ...]:
+    """Tensors that backward steps read and none of them makes."""
     graph = prices.graph
     found: dict[Ref, SavedTensor] = {}
     made = {r for s in backward for _, r in s.outputs}

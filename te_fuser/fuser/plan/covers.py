@@ -58,6 +58,7 @@ class _Round:
 
     @property
     def length(self) -> int:
+        """Length of the ways of both directions together, in ticks."""
         return sum([way.length for way in (*self.forward, *self.backward)])
 
     @property
@@ -137,6 +138,7 @@ class Covering:
         return self._round(aim, held, limits)
 
     def _matches(self, ways: list[Way]) -> list[MatchOf]:
+        """The fusions that some ways take, in the sections that they are for."""
         return [m for way, section in zip(ways, self.sections, strict=True) for m in way.matches_in(section)]
 
     def _cannot_run(self, joint: Sequence[MatchOf], forward: Sequence[Found]) -> MatchOf | None:
@@ -169,12 +171,14 @@ class Covering:
         return self._known[key]
 
     def _found(self, candidates: Candidates, section: Section) -> Found:
+        """The candidates of a section, or of the first one that is like it."""
         key = type(candidates), section.form, *candidates.seen_from(section)
         if key not in self._known:
             self._known[key] = candidates.edges(section)
         return self._known[key]  # type: ignore[no-any-return]
 
     def _all_found(self, key: Hashable, candidates: Candidates) -> list[Found]:
+        """Candidates of each section, found once for each kind of candidates and `key`."""
         return self._once(  # type: ignore[no-any-return]
             (type(candidates), key), lambda: [self._found(candidates, section) for section in self.sections]
         )
@@ -219,6 +223,7 @@ class Covering:
         return ahead
 
     def _laid_out(self, ways: Sequence[Way]) -> list[Placed]:
+        """The edges of some ways in the sections that they are for."""
         placed = zip(self.sections, ways, strict=True)
         return [Placed(w.edges, (here := w.found.section), s, s.start - here.start) for s, w in placed]
 

@@ -138,6 +138,7 @@ class Device:
 
     @property
     def arch(self) -> str:
+        """Architecture that CUDA kernels of its plans are compiled for."""
         return arch_of(self.capability or (8, 0))
 
     def seconds(self, cost: Cost, dtype: str) -> float:
@@ -295,6 +296,7 @@ def _estimated(name: str, properties: Any) -> Device:
     major, minor, count = properties.major, properties.minor, properties.multi_processor_count
 
     def distance(d: Device) -> int:
+        """Distance between the compute capabilities of a known GPU and this one."""
         known = d.capability or (0, 0)
         return abs(10 * (known[0] - major) + known[1] - minor)
 

@@ -180,6 +180,7 @@ def _backward(prices: Prices, call: _FunctionCall) -> Step:
 
 
 def _backward_cost(prices: Prices, call: _FunctionCall, inputs: Named, outputs: Sequence[tuple[str, Ref]]) -> Cost:
+    """Cost of operations that give some gradients each, one after the other, and read what is kept for these."""
     if call.nodes[0].op.views:
         return _VIEW
     operations = [outputs] if call.function.at_once else [(o,) for o in outputs]

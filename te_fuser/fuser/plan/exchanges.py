@@ -60,6 +60,7 @@ def why_not(options: Options, graph: Graph, group: Group) -> str | None:
 
 
 def go_by_copies(problem: Problem, node: Node) -> bool:
+    """True where an op of ranks exchanges by copies."""
     group = rule_of(node.op).group(node.op)
     return group.size > 1 and why_not(problem.options, problem.graph, group) is None
 

@@ -98,10 +98,12 @@ class ForwardCandidates:
 
     @functools.cached_property
     def _turned(self) -> frozenset[Ref]:
+        """Tensors that are demanded transposed, as refs of their rows."""
         return frozenset([r.by_rows for r in self.demands if r.form.layout != "rows"])
 
     @functools.cached_property
     def _statistics(self) -> dict[int, list[str]]:
+        """Stretch -> the statistics that backward reads of it."""
         found: dict[int, list[str]] = {}
         for name, stretch in sorted((r.name, r.index) for r in self.demands if r.kind is STATISTIC):
             found.setdefault(stretch, []).append(name)
@@ -191,6 +193,7 @@ class ForwardCandidates:
         return [*inputs, *([("seed", SEED)] if any(n.traits.draws for n in nodes) else [])]
 
     def _owes(self, node: Node) -> bool:
+        """True where backward reads what an op emits, or one of its per-row statistics."""
         if not node.traits.is_row:
             return node.index in self._emitting
         stretch = self.problem.stretch_of(node.index)

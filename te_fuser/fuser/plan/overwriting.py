@@ -71,6 +71,7 @@ def _overwriting(plan: Plan, step: Step, number: int, lives: _Lives) -> Step:
 
 
 def shape_of(plan: Plan, ref: Ref) -> tuple[int, ...] | None:
+    """The sizes of a value, or of its gradient; None for anything else."""
     spec = ref.spec(plan.graph) if ref.is_of_a_value else None
     return None if spec is None else spec.shape
 

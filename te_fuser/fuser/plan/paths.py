@@ -38,6 +38,7 @@ class Aim:
     share: float
 
     def takes(self, edge: Edge) -> float:
+        """Seconds of an edge's steps, with the host's by its share."""
         device, host = edge.takes
         return device + self.share * host
 
@@ -81,10 +82,12 @@ class Way:
 
     @functools.cached_property
     def read(self) -> frozenset[Ref]:
+        """Tensors of forward that its steps on the chain of backward read."""
         return self._read_by(lambda step: not step.hangs)
 
     @functools.cached_property
     def read_hanging(self) -> frozenset[Ref]:
+        """Tensors of forward that its hanging steps read."""
         return self._read_by(lambda step: step.hangs)
 
     def _read_by(self, which: Callable[[Step], bool]) -> frozenset[Ref]:
@@ -229,5 +232,6 @@ def _distances(edges: Iterable[tuple[int, int, int]]) -> dict[int, int]:
 
 
 def _distances_to(end: int, edges: Iterable[tuple[int, int, int]]) -> dict[int, int]:
+    """Place -> the length of the shortest way from there to `end`."""
     turned = [(end - stop, end - start, length) for start, stop, length in edges]
     return {end - place: length for place, length in _distances(turned).items()}

@@ -82,6 +82,7 @@ class CostModel:
     # ----------------------------------------------------------------------------------------- times
 
     def priced(self, step: Step) -> Step:
+        """The step with cost and seconds by this model."""
         if step.price is None:
             return step
         cost, seconds, host = self.takes(step.price, step.task, step.start)
@@ -112,6 +113,7 @@ class CostModel:
     # ----------------------------------------------------------------------------------------- costs
 
     def seconds(self, cost: Cost, node: Node) -> float:
+        """The predicted time, in the dtype that an op gets."""
         return self.problem.options.device.seconds(cost, dtypes.name_of(self.graph.arithmetic(node)))
 
     def of_launch(self, inputs: Named, outputs: Named, flops: float) -> Cost:
@@ -123,6 +125,7 @@ class CostModel:
         return Cost(launches=0)
 
     def of_sum(self, ref: Ref, additions: int) -> Cost:
+        """Cost of adding tensors like this one `additions` times."""
         size = self.size(ref)
         return Cost(2 * size * additions, size * additions, 0.0, additions)
 
@@ -175,6 +178,7 @@ class CostModel:
         return replace(self.of_launch(inputs, outputs, flops_of(self.graph, nodes)), efficiency=efficiency)
 
     def of_fusion_by_blocks(self, by_blocks: ByBlocks, match: Match) -> Cost:
+        """Cost of a body that takes a tensor by blocks."""
         return by_blocks.cost(self._seen(match))
 
     def of_node(

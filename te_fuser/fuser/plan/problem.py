@@ -234,12 +234,14 @@ class Problem:
         return found
 
     def stretch_of(self, node: int) -> DerivedStretch:
+        """The stretch that a row op lies in; made where kernels are asked of it."""
         start, stop = self.stretches[bisect.bisect_right(self.stretches, node, key=operator.itemgetter(0)) - 1]
         if start not in self._derived:
             self._derived[start] = DerivedStretch(self.graph, start, stop)
         return self._derived[start]
 
     def match(self, start: int, stop: int) -> Match:
+        """Match of the ops start..stop-1, as a fusion's condition and cost see it."""
         if (start, stop) not in self._seen:
             self._seen[start, stop] = match_at(self.asked, self.options, start, stop)
         return self._seen[start, stop]
@@ -439,10 +441,12 @@ class Problem:
         return why_not_transposed(spec.features)
 
     def emitted(self, fusion: Fusion, nodes: tuple[Node, ...]) -> dict[str, Ref]:
+        """Tensors that a fusion can give beside its output, as far as the ops that its forward covers have them."""
         there = (name for name in fusion.emits if int(name.partition(".")[0]) < len(nodes))
         return {name: self.in_match(fusion, nodes, name) for name in there}
 
     def parameter_ref(self, node: Node, name: str) -> Ref:
+        """A parameter of an op, in the dtype that it runs in."""
         return parameter_ref(node.parameters[name], node.casts.get(name))
 
     def gradient_target(self, node: Node, name: str) -> Ref:

@@ -25,6 +25,7 @@ class Leaf:
     parameter: int | None = None
 
     def tensor(self) -> tuple[Axes, int, str]:
+        """Its extent, its width and its dtype, as descriptions have them."""
         return self.axes, self.width, self.dtype
 
 
@@ -42,6 +43,7 @@ class Range:
     leaves: dict[str, Leaf]
 
     def of(self, e: Expr) -> Expr:
+        """Expression that stands in this range for a canonical one."""
         return self.mapping[id(e)]
 
     def alias(self, e: Expr, dtype: str) -> Ref | None:

@@ -52,6 +52,7 @@ class Section:
         return frozenset([k for k, v in enumerate(self.values) if v in values]) if values else frozenset()
 
     def of_nodes(self, nodes: Set[int]) -> frozenset[int]:
+        """Ops of `nodes` that are in the section, counted from its beginning."""
         return frozenset([k - self.start for k in range(self.start, self.stop) if k in nodes])
 
     def of_refs(self, of_values: Mapping[int, list[Ref]], of_nodes: Mapping[int, list[Ref]]) -> frozenset[Hashable]:

@@ -72,6 +72,7 @@ class Stretch:
             self.env |= self._trace_node(node, role)
 
     def _trace_node(self, node: Node, role: str) -> dict[int, Expr]:
+        """The expression of each value that an op makes."""
         op = node.op
         assert isinstance(op, RowOp)
         arguments = [self._argument(node, role, name) for name in op.arguments()]

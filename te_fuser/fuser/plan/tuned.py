@@ -82,6 +82,7 @@ def device_name(device: torch.device) -> str:
 
 
 def store_for(device_name: str) -> TunedChoices:
+    """The store of a device, in the cache folder as it is set now."""
     return TunedChoices.of(device_name)
 
 

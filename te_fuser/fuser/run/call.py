@@ -54,6 +54,7 @@ class Call(NamedTuple):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors of the call: x, the named inputs and the parameters."""
         return (self.x, *self.inputs.values(), *self.parameters)
 
     def signature(self, modes: CallModes) -> tuple[tuple[torch.Size, ...], Hashable]:
@@ -120,6 +121,7 @@ class OpSequence:
         return groups_of(self.listed)
 
     def parameters(self) -> list[torch.Tensor]:
+        """The parameters as they are now; what is computed is computed anew."""
         if self.computed:
             return self.bound.get()
         return [parameters[name] for parameters, name in self.slots]  # type: ignore[misc]

@@ -63,11 +63,13 @@ class LRU(Generic[Item]):
             return found
 
     def replace(self, key: Hashable, item: Item) -> None:
+        """Keep an item in the place of one that is kept by that key."""
         with _caching:
             self._items.pop(key, None)
         self.put(key, item)
 
     def items(self) -> list[tuple[Any, Item]]:
+        """Items with their keys, the one that was used last first."""
         with _caching:
             return list(reversed(self._items.items()))
 
@@ -145,6 +147,7 @@ class PlanCache:
         self._last = (None, None, None, None)
 
     def prepared(self, form: Hashable) -> list[Executable]:
+        """The plans that are kept for calls of this form."""
         token = self._forms.get(form)
         return [answered.prepared for key, answered in self._plans.items() if key[0] is token]
 
@@ -161,11 +164,13 @@ class PlanCache:
         return [KeptPlan(plan, tuple(questions[k]), tuple(shapes.get(k, ()))) for k, plan in found.items()]
 
     def _known(self, token: object, shapes: Shapes) -> Executable | None:
+        """The plan for a shape that was seen, if it is still kept."""
         key = self._shapes.get((token, shapes))
         answered = None if key is None else self._plans.get(key)
         return None if answered is None else answered.prepared
 
     def _fitting(self, token: object, shapes: Shapes) -> Executable | None:
+        """The plan for a new shape, by what it answers."""
         grid, sizes = _grid_of(shapes), sizes_of(shapes)
         for key, answered in self._plans.items():
             if key[0] is token and key[1] == grid and answered.fits(*sizes):
@@ -234,6 +239,7 @@ def seed_of(device: torch.device) -> int | None:
 
 
 def seed_facts(device: torch.device) -> Facts:
+    """Facts that hold while the seed is the one of now."""
     return Facts(calls=((functools.partial(seed_of, device), seed_of(device)),))
 
 

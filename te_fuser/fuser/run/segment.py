@@ -142,6 +142,7 @@ class Segment:
     promised: Graph | None = None
 
     def run_forward(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """Run the forward program and return all slots."""
         slots = self.forward.slots(self._own(tensors) if self.ranks.distributed else tensors)
         self.run(self.forward, slots, promised=self.promised)
         return slots
@@ -422,6 +423,7 @@ def _build_backward(
 
 
 def _places(returned: Sequence[Ref | None], made: Container[Ref], program: Program, slots: SlotMap) -> tuple[int, ...]:
+    """The slots of gradients that a program makes; of others the empty one."""
     return tuple(slots[r] if r is not None and r in made else program.size for r in returned)
 
 
@@ -453,6 +455,7 @@ def _build(
 
 
 def _picker(places: tuple[int, ...]) -> Picker:
+    """A function that takes these places out of a list."""
     if len(places) > 1:
         return operator.itemgetter(*places)
     return lambda items: tuple(items[k] for k in places)

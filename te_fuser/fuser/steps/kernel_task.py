@@ -83,6 +83,7 @@ class KernelTask(Task):
         return bool(self.description.stores or self.description.sums or self.description.maxima)
 
     def overwritten(self) -> list[Ref]:
+        """The inputs whose memory outputs may be stored in."""
         names = {load for _, load in self.description.overwrites}
         return [ref for ref, load in zip(self.inputs, self.description.loads, strict=True) if load.name in names]
 

@@ -292,6 +292,7 @@ class FusionTask(Task):
         return RowProduct(self.body.function, self._takes(), self._gives())
 
     def _gives(self) -> tuple[str, ...]:
+        """Names of all that its body gives, read or not."""
         return self.fusion.gives if self.gradient is None else self.gradient.produces
 
     def _takes(self) -> tuple[str, ...]:

@@ -95,6 +95,7 @@ def _try(
 
 
 def _kernels(variants: Iterable[_Variant]) -> dict[str, KernelFunction]:
+    """Kernels by description key, as plans run them."""
     return {v.description.key: v.kernel.run for v in variants}
 
 
@@ -114,6 +115,7 @@ def _fastest_of(
 
 
 def _fastest_alone(d: KernelDescription, sizes: tuple[int, int, int], device: torch.device) -> _Variant | None:
+    """The variant that is fastest alone; None when none gains enough over the kernel in use."""
     from te_fuser.codegen import cuda_loader
 
     folder = config.cache_dir

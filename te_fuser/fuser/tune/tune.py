@@ -105,6 +105,7 @@ class _Rounds:
     groups: tuple[Group, ...]
 
     def prepared(self, plan: Plan, kernels: Mapping[str, KernelFunction] | None = None) -> Executable:
+        """A plan ready to run on all ranks, some of its kernels by other ones."""
         made = load(plan, self.outputs, instead=kernels)
         gather_values(self.groups, "tune: a plan is ready", None)
         return made
@@ -118,6 +119,7 @@ class _Rounds:
         return float(gather_values(self.groups, "tune: how two plans compare", seconds)[0])
 
     def between(self, first: Plan, second: Plan) -> float:
+        """Seconds of the second plan over seconds of the first, on the rank that decides."""
         return self.ratio(self.call(self.prepared(first)), self.call(self.prepared(second)))
 
 
@@ -199,6 +201,7 @@ class _Search:
         self.check = self._checked_by(rounds.prepared(self.first))
 
     def look_at(self, place: str, choice: str) -> None:
+        """Take a choice if it fits, computes the same and gains."""
         plan = self._plan({**self.choices, place: choice})
         rounds = self._rounds
         unfit, kept, most = "", plan.kept_bytes(), _MORE_MEMORY * self.best.kept_bytes()
