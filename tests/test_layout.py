@@ -140,7 +140,7 @@ FAMILIES = {
 }
 # Tests of an aspect of several modules: folder -> stems. Those of several ranks, in parallel/, all are.
 ASPECTS = {
-    "": {"bad_input", "collectives_proof", "docs", "forms_proof", "layout", "preset_proof", "public", "site",
+    "": {"bad_input", "docs", "forms_proof", "layout", "public",
          "values_proof", "weight", "works_with"},
     "codegen": {"float8", "maxima", "targets"},
     "fusions": {"plans", "refusals", "quack", "quack_float8"},

@@ -22,8 +22,7 @@ from benchmarks.gpu.parts.table import PARTS
 from benchmarks.gpu.record import tables
 from benchmarks.models import rivals
 from tests import fake_cuda
-from tests.benchmarks.forked import forked
-from tests.benchmarks.pretended import ABOUT, TOY
+from tests.benchmarks.pretended import ABOUT, TOY, forked
 from tests.needs import needs_compiler
 
 SLOW = ("first-call", "train", "train-exact", "train-fp8")  # they start processes

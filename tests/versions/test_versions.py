@@ -17,7 +17,7 @@ import te_fuser
 from requirements import installed
 from requirements.installed import project_table, tomllib
 from te_fuser import _native
-from tests.versions import packages, selected, table, wheel
+from tests.versions import packages, table, wheel
 from tests.versions.environments import ENVIRONMENTS, made, packages_of, run
 from tests.versions.packages import ROOT
 
@@ -34,7 +34,7 @@ def test_names_of_libraries() -> None:
 
 def test_tests_that_touch_libraries_are_taken() -> None:
     """By themselves, by a helper, by a name in a string, by a block of a document; and no others."""
-    taken = selected.of_libraries()
+    taken = packages.of_libraries()
     assert {
         "tests/convert/test_block.py",
         "tests/parallel/test_convert.py",
@@ -43,7 +43,7 @@ def test_tests_that_touch_libraries_are_taken() -> None:
         "tests/test_docs.py::test_blocks_run[docs/how-to/engines.md]",
     } <= {*taken}
     assert not [t for t in taken if t.startswith(("tests/ops", "tests/gpu", "tests/versions")) or t.endswith("docs.py")]
-    assert {"tests/ops", "tests/formula", "tests/test_works_with.py"} <= {*selected.of_torch()}
+    assert {"tests/ops", "tests/formula", "tests/test_works_with.py"} <= {*packages.of_torch()}
 
 
 def test_requirements() -> None:
