@@ -20,17 +20,17 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import gelu, silu
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import te_fuser
 from te_fuser import ops
 from te_fuser.ops.base import Spec
 from te_fuser.ops.collectives import Collective
 from te_fuser.verify import steps
-from tests.parallel.cutting import ByReference, assert_as_whole, part
+from tests.parallel.cutting import assert_as_whole, part
 from tests.parallel.models import own
 from tests.parallel.ranks import WORLD, Ranks, RanksFailedError, mesh_of, on_ranks
-from tests.twins import sequential, tensor
+from tests.refused import Computed
+from tests.twins import by_reference, sequential, tensor
 
 SHAPE = (4, 6, 8)
 Tensors = Sequence[torch.Tensor]
@@ -146,22 +146,10 @@ def test_what_is_in_flight_is_held(name: str) -> None:
     assert all(bool(t.isnan().all()) for t in others)
 
 
-class Called(TorchDispatchMode):
-    """The names of the operators that are called in here."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(str(func.name()))
-        return func(*args, **(kwargs or {}))
-
-
 @on_ranks
 def test_no_exchange_is_one_by_which_gloo_breaks_memory() -> None:
     """One whose name of a work has memory of its own, which two threads free (`ranks.py`): of gathers the plain one."""
-    with Called() as called:
+    with Computed() as called:
         for kind, arguments, _ in OPS.values():
             op = kind(tp(), *arguments)
             for exchange in filter(None, (op.forth, op.back)):
@@ -268,7 +256,7 @@ def test_linear(mode: str, sequence_dim: int | None) -> None:
     cut = te_fuser.Sequential(share(whole[0], mode, sequence_dim), kernels="reference")
     ends = {"column": (sequence_dim, -1), "row": (-1, sequence_dim)}[mode]
     copies = [(m, whole) for m in (cut, copy.deepcopy(cut), pickle.loads(pickle.dumps(cut)))]
-    for model, twin in (*copies, (ByReference(cut), ByReference(whole))):
+    for model, twin in (*copies, (by_reference(cut), by_reference(whole))):
         assert_as_whole(model, twin, {"x": tensor(*SHAPE, grad=False)}, {}, ends)
     assert "ranks=2 (tp)" in repr(cut[0]) and f"parallel_mode='{mode}'" in repr(cut[0])
 

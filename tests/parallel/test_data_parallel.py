@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -30,13 +29,16 @@ from tests.parallel.models import (
     FEATURES,
     MODELS,
     Layers,
+    adam,
     assert_as_one_process,
     assert_step_as_one_process,
     backward,
     gradients,
+    loaded,
     own,
     plain_list,
     residual_layers,
+    saved,
     spread,
     transformer_layers,
     whole_batch,
@@ -205,14 +207,6 @@ def test_hooks_fire_between_segments_in_regions(recipe: str) -> None:
 # ---- fully_shard
 
 
-LEARNING_RATE = 0.05
-
-
-def adam(model: nn.Module) -> torch.optim.AdamW:
-    # Such an eps, as the gradient of a bias of keys is rounding alone: attention does not see it.
-    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=1e-3, weight_decay=0.1)
-
-
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, alone: bool = False) -> list[torch.Tensor]:
     """The losses; `alone` on the whole batch."""
     losses = []
@@ -249,23 +243,16 @@ def test_training_of_spread_models(kind: str, reshard: bool) -> None:
     assert_same_gradients(whole(model), whole(twin))
 
 
-class Twice(nn.Module):
+class Twice(Layers):
     """Layers that each call goes through twice."""
 
-    def __init__(self, layers: Layers) -> None:
-        super().__init__()
-        self.layers = layers
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(self.layers(x))  # type: ignore[no-any-return]
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self.layers)
+        return super().forward(super().forward(x))
 
 
 @on_ranks
 def test_layers_that_run_twice_of_which_some_parameters_rest() -> None:
-    twin = Twice(transformer_layers())
+    twin = Twice(transformer_layers().layers)
     for name, p in twin.named_parameters():
         p.requires_grad_("query" not in name and "fc1" not in name)
     model = spread(copy.deepcopy(twin))
@@ -346,20 +333,14 @@ def test_checkpoints(kind: str, tmp_path: Path) -> None:
     model = spread(MODELS[kind]())
     optimizer = adam(model)
     train(model, optimizer, range(2))
-    saved = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.save(saved, checkpoint_id=tmp_path)
+    dcp.save(saved(model, optimizer), checkpoint_id=tmp_path)
     want = train(model, optimizer, range(2, 4))
     other = spread(MODELS[kind]())
-    for p in other.parameters():
-        nn.init.zeros_(p)
-    fresh = adam(other)
-    loaded = dict(zip(("model", "optimizer"), get_state_dict(other, fresh), strict=True))
-    dcp.load(loaded, checkpoint_id=tmp_path)
-    set_state_dict(other, fresh, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    fresh = loaded(other, tmp_path)
     got = train(other, fresh, range(2, 4))
     torch.testing.assert_close(got, want, rtol=0, atol=0)
     torch.testing.assert_close(whole(other), whole(model), rtol=0, atol=0)
-    assert list(loaded["model"]) == list(MODELS[kind]().state_dict())
+    assert [*saved(other, fresh)["model"]] == [*MODELS[kind]().state_dict()]
 
 
 # ---- DTensors in lists whose ops are not cut

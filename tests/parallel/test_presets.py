@@ -22,7 +22,7 @@ from te_fuser.sharding.rules import RowRule
 from tests.parallel.cutting import EXACT, assert_as_whole, fill, own, part, run
 from tests.parallel.models import BY_TORCH
 from tests.parallel.ranks import WORLD, mesh_of, on_ranks
-from tests.twins import randomize, sequential, tensor
+from tests.twins import Around, randomize, sequential, tensor
 
 F, FFN, HEADS, S, B = 16, 12, 4, 6, 4
 
@@ -200,6 +200,11 @@ def test_a_group_that_comes_later() -> None:
     assert "tp" in repr(cut) and cut.tp_group.size() == WORLD
 
 
+def joined(m: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Both results of a call, side by side."""
+    return torch.cat(m(x), -1)
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @on_ranks
 def test_what_a_norm_gives_is_returned(sequence_parallel: bool) -> None:
@@ -207,7 +212,7 @@ def test_what_a_norm_gives_is_returned(sequence_parallel: bool) -> None:
     case = CASES["LayerNormMLP"]
     cut, whole = pair(case, sequence_parallel, return_layernorm_output=True)
     rows = 0 if sequence_parallel else None
-    assert_as_whole(Joined(cut), Joined(whole), inputs(case), case.blocks, (rows, rows))
+    assert_as_whole(*(Around(m, joined) for m in (cut, whole)), inputs(case), case.blocks, (rows, rows))
 
 
 @pytest.mark.parametrize("name", ["LayerNormLinear", "LayerNormMLP"])
@@ -246,17 +251,6 @@ def test_plans_ahead(name: str) -> None:
         cut(tensor(S // WORLD, B, F))
     with pytest.raises(ValueError, match="seq_length=5 cannot be cut into 2 equal parts"):
         pair(CASES[name], True, **{**ahead, "seq_length": 5})
-
-
-class Joined(torch.nn.Module):
-    """Both results of a call, side by side."""
-
-    def __init__(self, inner: torch.nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat(self.inner(x), -1)
 
 
 @on_ranks
@@ -361,49 +355,22 @@ def test_a_bias_that_is_returned(name: str) -> None:
     case = CASES[name]
     cut, whole = pair(case, True, return_bias=True)
 
-    class Added(torch.nn.Module):
-        def __init__(self, inner: torch.nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y, bias = self.inner(x)
-            return y + bias  # type: ignore[no-any-return]
-
-    assert_as_whole(Added(cut), Added(whole), inputs(case), case.blocks, ends(case, 0))
-    left = leave_sums_to_engine(Added(cut))
+    cut, whole = (Around(m, lambda m, x: sum(m(x))) for m in (cut, whole))
+    assert_as_whole(cut, whole, inputs(case), case.blocks, ends(case, 0))
+    left = leave_sums_to_engine(cut)
     assert any(found.endswith("bias") and "layer_norm" not in found for found in left)
 
 
-class Micro(torch.nn.Module):
+def in_micro_batches(layer: torch.nn.Module, call: Callable[..., Any] = lambda layer, x: layer(x)) -> torch.nn.Module:
     """Micro-batches, one after the other."""
-
-    def __init__(self, layer: torch.nn.Module, call: Callable[..., torch.Tensor] | None = None) -> None:
-        super().__init__()
-        self.layer, self.call = layer, call
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = x.split(B // 2, 1)
-        made = [self.layer(x) if self.call is None else self.call(self.layer, x) for x in parts]
-        return torch.cat(made, 1)
-
-
-class Twice(torch.nn.Module):
-    """One layer, called twice."""
-
-    def __init__(self, layer: torch.nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(self.layer(x))  # type: ignore[no-any-return]
+    return Around(layer, lambda m, x: torch.cat([call(m, part) for part in x.split(B // 2, 1)], 1))
 
 
 AROUND: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {
-    "micro-batches": Micro,
-    "checkpoint": lambda layer: Micro(layer, te_fuser.checkpoint),
-    "checkpoint of torch": lambda layer: Micro(layer, BY_TORCH),
-    "twice": Twice,
+    "micro-batches": in_micro_batches,
+    "checkpoint": lambda layer: in_micro_batches(layer, te_fuser.checkpoint),
+    "checkpoint of torch": lambda layer: in_micro_batches(layer, BY_TORCH),
+    "twice": lambda layer: Around(layer, lambda m, x: m(m(x))),
     "a list": lambda layer: te_fuser.Sequential(layer, kernels="reference"),
 }
 

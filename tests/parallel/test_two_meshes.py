@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -33,7 +32,7 @@ from te_fuser.parallel import cut_sequence, parallelize
 from te_fuser.quantization import microbatch, states
 from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
 from tests.parallel import test_peers as two
-from tests.parallel.models import spread
+from tests.parallel.models import adam, loaded, saved, spread
 from tests.parallel.ranks import on_ranks
 from tests.parallel.test_context import INNER, LAYER, listed, preset, run
 from tests.parallel.test_parallelize import B, F, S, gated, initialize, laid_in, llama, mlp, turns
@@ -104,10 +103,6 @@ def test_what_one_rank_raises_all_ranks_of_a_mesh_do(late: bool) -> None:
     assert model(x).shape == x.shape
 
 
-def adam(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
-
-
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, mesh: DeviceMesh | None = None) -> None:
     """Steps on a rank's samples; without a mesh on all."""
     for step in steps:
@@ -148,21 +143,6 @@ def test_training(kind: str, placed: str) -> None:
         assert isinstance(norms[0], DTensor)
         torch.testing.assert_close(norms[0].full_tensor(), norms[1])
     assert_same_gradients(parameters(model, twin), parameters(twin, twin), 1e-10)
-
-
-def saved(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-
-
-def loaded(model: nn.Module, folder: Path, alone: bool = False) -> torch.optim.Optimizer:
-    """The optimizer of a model of other values, when both have loaded a checkpoint."""
-    for p in model.parameters():
-        nn.init.zeros_(p)
-    optimizer = adam(model)
-    state = saved(model, optimizer)
-    dcp.load(state, checkpoint_id=folder, no_dist=alone)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    return optimizer
 
 
 def for_four() -> te_fuser.Sequential:
@@ -399,16 +379,9 @@ def test_training_in_regions(by: str, first: bool | None) -> None:
 # ---- exchanges by copies
 
 
-@pytest.mark.parametrize("body", ["test_gather", "test_blocks_for_each_rank", "test_scatter"])
-@on_ranks
-def test_an_exchange(body: str) -> None:
-    vars(getattr(two, body))["body"]()
-
-
 @on_ranks
 def test_many_exchanges() -> None:
     vars(two.test_many_exchanges_of_any_size_in_any_order)["body"](60)
-    vars(two.test_more_exchanges_under_way_than_buffers)["body"]()
 
 
 @on_ranks

@@ -23,14 +23,14 @@ from te_fuser import ops
 from te_fuser.distributed import exchange
 from te_fuser.distributed.consistency import RankMismatchError
 from te_fuser.parallel import Column, Row, parallelize
-from tests.parallel.cutting import ByReference, assert_as_whole, part
+from tests.parallel.cutting import assert_as_whole, part
 from tests.parallel.ranks import WORLD, mesh_of, on_ranks
 from tests.parallel.test_parallelize import B, S
 from tests.parallel.test_parallelize import assert_as_whole as assert_as_one
 from tests.parallel.test_parallelize import mlp as listed
 from tests.sharding.test_rules import ByRow, InBlocks, Plain
 from tests.threads import in_threads
-from tests.twins import assert_same_gradients, randomize, sequential, tensor
+from tests.twins import assert_same_gradients, by_reference, randomize, sequential, tensor
 
 F, ROWS = 8, 4
 
@@ -323,7 +323,7 @@ def layer(first: ops.FusableOperation, between: ops.FusableOperation | None = No
 
 def assert_as_one_process(whole: te_fuser.Sequential, cut: te_fuser.Sequential, rows: int | None) -> None:
     """Output and all gradients, called, as the reference, and of a copy."""
-    for model, twin in ((cut, whole), (copy.deepcopy(cut), whole), (ByReference(cut), ByReference(whole))):
+    for model, twin in ((cut, whole), (copy.deepcopy(cut), whole), (by_reference(cut), by_reference(whole))):
         assert_as_whole(model, twin, {"x": tensor(*SHAPE, grad=False)}, {}, (rows, rows))
 
 
