@@ -19,9 +19,9 @@ from te_fuser import ops
 from te_fuser.fake_tensors import NotSeenError
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.ops.hooks import silenced
-from tests.looking import Apply, assert_unchanged, plans_that_run, state_of, text_of, x_of
+from tests.looking import Apply, assert_unchanged, hooked, plans_that_run, state_of, text_of, x_of
 from tests.threads import in_threads
-from tests.twins import sequential
+from tests.twins import Around, sequential
 
 
 @pytest.fixture
@@ -70,10 +70,18 @@ LOOKS: dict[str, Callable[[te_fuser.Sequential, torch.Tensor], Any]] = {
 }
 
 
+MEASURING = ("measure", "tune")
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
+
+
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize("name", LOOKS)
-def test_looking_changes_nothing(name: str, called: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
+def test_looking_changes_nothing(name: str, called: bool) -> None:
     model, x = split(), x_of(5, 8)
     model.append(Apply(lambda x: x * random.random()))  # Python's generator, too
     if called:
@@ -88,10 +96,10 @@ def test_looking_changes_nothing(name: str, called: bool, tmp_path: Any, monkeyp
     assert torch.equal(x, x_before) and seen == []
 
 
-@pytest.mark.parametrize("name", ["measure", "tune"])
-def test_measuring_keeps_graphs_of_earlier_calls(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("name", MEASURING)
+def test_measuring_keeps_graphs_of_earlier_calls(name: str) -> None:
     """Their saved buffers have the version that they had."""
-    monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
     model, x = split().eval(), x_of(5, 8)
     y = model(x)
     model[1].train()
@@ -136,20 +144,20 @@ def test_measuring_with_a_scripted_module() -> None:
     assert_unchanged(model, before)
 
 
+def hook_all(m: nn.Module, fired: list[str]) -> None:
+    """Hooks of three kinds, which note that they fired."""
+    for register in (m.register_forward_hook, m.register_forward_pre_hook, m.register_full_backward_hook):
+        register(lambda *_: fired.append("hook"))
+
+
 def test_no_hook_fires() -> None:
     """Of plain modules, of modules in them, of ops and lists that have one, and of all modules."""
     fired: list[str] = []
-
-    def hook(*call: Any) -> None:
-        fired.append("hook")
-
     inner = sequential(ops.GELU(), ops.Linear(8, 8), dtype=torch.float32)
     model = sequential(ops.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), inner, ops.ReLU(), ops.GELU())
     for m in (model[1], model[1][0], inner, inner[1], model[3]):
-        m.register_forward_hook(hook)
-        m.register_forward_pre_hook(hook)
-        m.register_full_backward_hook(hook)
-    handle = nn.modules.module.register_module_forward_hook(hook)
+        hook_all(m, fired)
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: fired.append("hook"))
     try:
         assert model.float().plans(x_of(5, 8)) == []  # all ops would run by themselves, for the hook
     finally:
@@ -160,33 +168,19 @@ def test_no_hook_fires() -> None:
     assert all(p.backward for p in plans)
 
 
-def tuned(model: te_fuser.Sequential, x: torch.Tensor) -> Any:
-    return model.tune(x, rounds=1, seconds=0.001)
-
-
-def measured(model: te_fuser.Sequential, x: torch.Tensor) -> Any:
-    return model.explain(x, measure=True, details=True)
-
-
-@pytest.mark.parametrize("look", [measured, tuned])
-def test_no_hook_of_users_fires_where_real_data_run(look: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("name", MEASURING)
+def test_no_hook_of_users_fires_where_real_data_run(name: str) -> None:
     """Hooks of PyTorch fire, as a pruned weight is computed by one; in other threads all do, and afterwards."""
-    monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
     fired: list[str] = []
-
-    def hook(*call: Any) -> None:
-        fired.append("hook")
-
     model = sequential(ops.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), ops.Linear(8, 8), ops.ReLU())
     model = model.float().requires_grad_()
     torch.nn.utils.prune.l1_unstructured(model[1][0], "weight", 0.5)
     for m in (model[1], model[1][0], model[3]):
-        m.register_forward_hook(hook)
-        m.register_forward_pre_hook(hook)
-        m.register_full_backward_hook(hook)
+        hook_all(m, fired)
     with torch.no_grad():
         model[1][0].weight_orig.zero_()  # what the pruning's hook computes the weight from
-    look(model, x_of(5, 8))
+    LOOKS[name](model, x_of(5, 8))
     assert fired == [] and not model[1][0].weight.any()
     with silenced(model):
         model(x_of(5, 8))
@@ -197,16 +191,14 @@ def test_no_hook_of_users_fires_where_real_data_run(look: Any, tmp_path: Path, m
     assert len(fired) == 15
 
 
-@pytest.mark.parametrize("look", [measured, tuned])
-def test_what_a_hook_makes_of_a_result_is_known_from_the_last_call(
-    look: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("name", MEASURING)
+def test_what_a_hook_makes_of_a_result_is_known_from_the_last_call(name: str) -> None:
     recurrent = nn.GRU(8, 8)
     recurrent.register_forward_hook(lambda m, args, made: made[0])
     model, x = sequential(ops.GELU(), recurrent, ops.Linear(8, 8), dtype=torch.float32), x_of(5, 8)
     want = model(x)
-    assert look(model, x)
+    assert LOOKS[name](model, x)
     assert torch.equal(model(x), want)
 
 
@@ -312,11 +304,6 @@ def test_what_looking_gives_fits_a_screen_by_itself(layers: int) -> None:
 # ---- the plans shown are those that run
 
 
-def hooked(m: nn.Module) -> nn.Module:
-    m.register_forward_hook(lambda *call: None)
-    return m
-
-
 def old_weight_norm(m: nn.Module) -> nn.Module:
     with pytest.warns(FutureWarning):
         return nn.utils.weight_norm(m)
@@ -347,20 +334,12 @@ PLAIN: tuple[Callable[[], nn.Module], ...] = (
 TAKEN_APART = (nn.GRU, nn.MultiheadAttention)
 
 
-class First(nn.Module):
+def first(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """The first of what a module gives, called in whatever way it takes."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if isinstance(self.module, nn.GRU):
-            return self.module(x)[0]
-        return self.module(x, x, x)[0]
+    return m(x)[0] if isinstance(m, nn.GRU) else m(x, x, x)[0]
 
 
-def random_list(rng: random.Random, first: Callable[[], nn.Module]) -> list[nn.Module]:
+def random_list(rng: random.Random, begin: Callable[[], nn.Module]) -> list[nn.Module]:
     fusable: tuple[Callable[[], nn.Module], ...] = (
         lambda: ops.Linear(8, 8),
         lambda: ops.Linear(8, 8, bias=False).requires_grad_(False),
@@ -373,8 +352,8 @@ def random_list(rng: random.Random, first: Callable[[], nn.Module]) -> list[nn.M
     found: list[nn.Module] = []
     for k in range(rng.randint(2, 5)):
         found += [rng.choice(fusable)() for _ in range(rng.randint(0, 3))]
-        plain = (rng.choice(PLAIN) if k else first)()
-        found.append(First(plain) if isinstance(plain, TAKEN_APART) else plain)
+        plain = (rng.choice(PLAIN) if k else begin)()
+        found.append(Around(plain, first) if isinstance(plain, TAKEN_APART) else plain)
     return [*found, ops.ReLU()]
 
 

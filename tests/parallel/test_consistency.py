@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend)
 
 import te_fuser
 from te_fuser import ops
@@ -374,3 +375,18 @@ def test_a_graph_knows_the_memory_of_what_ranks_cut() -> None:
     m[1].weight._local_tensor = m[1].weight._local_tensor.clone()
     with pytest.raises(ValueError, match=r"parameter 1.weight has other memory than at capture"):
         captured.check()
+
+
+def test_counts_are_those_of_the_group_not_of_its_name() -> None:
+    """Of ranks that are connected anew one may have compared more before: all begin from zero."""
+    found = []
+    for comparisons in (3, 1):
+        dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+        try:
+            group = Group.of("a test", dist.group.WORLD)
+            numbers = [consistency._post(group, {}) for _ in range(comparisons)]
+            found.append((group.name, numbers))
+        finally:
+            dist.destroy_process_group()
+    (one, before), (other, now) = found
+    assert one == other and before == [1, 2, 3] and now == [1]
