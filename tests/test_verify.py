@@ -23,6 +23,7 @@ from te_fuser.verify import fusions as verify_fusions
 from te_fuser.verify.examples import Case, example_cases, examples
 from tests.recorded import recorded
 from tests.twins import randomize
+from tests.verify.wrong_fusions import WrongFactor
 
 pytestmark = pytest.mark.usefixtures("few_rows")  # sizes are asked for in verify/test_steps.py
 # Of verify's three dtypes, the one that is cheapest and the one that is hardest.
@@ -36,15 +37,11 @@ def check(subject: Any, **options: Any) -> VerifyReport:
 # ---------------------------------------------------------------------------------------------- right fusions
 
 
-def bias_relu_body(m: Any, x: torch.Tensor) -> torch.Tensor:
+@fusion(forward=[ops.Bias, ops.ReLU], emits=["0.output"], details=Details(registered=False))
+def bias_relu(m: Any, x: torch.Tensor) -> torch.Tensor:
     y = x + m[0].bias
     m.emit("0.output", y)
     return torch.relu(y)
-
-
-bias_relu = fusion(
-    forward=[ops.Bias, ops.ReLU], emits=["0.output"], name="bias_relu", details=Details(registered=False)
-)(bias_relu_body)
 
 
 @fusion(backward=[ops.Bias, ops.ReLU], reads=["output"], details=Details(registered=False))
@@ -324,21 +321,6 @@ def test_plain_modules_that_look_at_values() -> None:
         assert te_fuser.verify(model, torch.randn(3, 8)).passed
 
 
-class WrongGradient(ops.UnfusedOperation):
-    """y = x^2, and a gradient that forgets the 2."""
-
-    def op_forward(self, call: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * x
-
-    def op_backward(self, call: Any, dy: torch.Tensor) -> torch.Tensor:
-        return dy * call["input"]
-
-
-def test_an_op_with_a_wrong_gradient_is_found() -> None:
-    with pytest.raises(VerificationError, match="gradient of input"):
-        verify(WrongGradient(), torch.randn(3, 4), kernels="reference")
-
-
 def test_a_model_that_takes_no_example_says_so() -> None:
     model = te_fuser.Sequential(
         ops.DotProductAttention(2, 4, mask="given", layout="sequence_first"), kernels="reference"
@@ -360,13 +342,13 @@ def test_a_report_is_a_line_where_all_passes_and_its_table_has_all_cases() -> No
 
 
 def test_a_failure_is_told_by_the_simplest_case_first() -> None:
-    report = check(WrongGradient(), dtypes=DTYPES, raise_on_failure=False)
+    report = check(WrongFactor(), dtypes=DTYPES, raise_on_failure=False)
     first = next(row for row in report.rows if not row.passed)
     assert first.case == "float32 [1, features]"  # of no variant
     lines = str(report).splitlines()
     failed = len(report.failures)
-    assert str(report.error()) == f"WrongGradient: {first} (and {failed - 1} more of {len(report.rows)} checks)"
-    assert lines[0].startswith(f"WrongGradient: {failed} of {len(report.rows)} checks failed") and len(lines) == 7
+    assert str(report.error()) == f"WrongFactor: {first} (and {failed - 1} more of {len(report.rows)} checks)"
+    assert lines[0].startswith(f"WrongFactor: {failed} of {len(report.rows)} checks failed") and len(lines) == 7
     assert lines[1].strip() == str(first) and lines[-1].strip() == f"... and {failed - 5} more"
     assert "failed" in report.table()
 

@@ -32,8 +32,8 @@ class Around(torch.nn.Module):
         super().__init__()
         self.inner, self.call = inner, call
 
-    def forward(self, *given: Any) -> Any:
-        return self.call(self.inner, *given)
+    def forward(self, *given: Any, **named: Any) -> Any:
+        return self.call(self.inner, *given, **named)
 
 
 def by_reference(model: Any) -> torch.nn.Module:

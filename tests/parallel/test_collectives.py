@@ -26,11 +26,11 @@ from te_fuser import ops
 from te_fuser.ops.base import Spec
 from te_fuser.ops.collectives import Collective
 from te_fuser.verify import steps
-from tests.parallel.cutting import assert_as_whole, part
+from tests.parallel.cutting import part
 from tests.parallel.models import own
 from tests.parallel.ranks import WORLD, Ranks, RanksFailedError, mesh_of, on_ranks
 from tests.refused import Computed
-from tests.twins import by_reference, sequential, tensor
+from tests.twins import sequential, tensor
 
 SHAPE = (4, 6, 8)
 Tensors = Sequence[torch.Tensor]
@@ -234,33 +234,6 @@ def test_plans_show_them() -> None:
 # ---- products that two ranks share
 
 
-def share(linear: ops.Linear, mode: str, sequence_dim: int | None = None) -> ops.Linear:
-    """A copy that the ranks share, with this rank's part of the parameters."""
-    made = copy.deepcopy(linear)
-    made.group = mesh_of()["tp"]
-    made.parallel_mode = mode
-    if sequence_dim is not None:
-        made.sequence_parallel, made.sequence_dim = True, sequence_dim
-    made.weight = torch.nn.Parameter(part(linear.weight.detach(), int(mode == "row")).clone())
-    if mode == "column" and linear.bias is not None:
-        made.bias = torch.nn.Parameter(part(linear.bias.detach(), 0).clone())
-    return made
-
-
-@pytest.mark.parametrize("sequence_dim", [None, 0, 1])
-@pytest.mark.parametrize("mode", ["column", "row"])
-@on_ranks
-def test_linear(mode: str, sequence_dim: int | None) -> None:
-    """Values that are not cut along the features are whole, or cut along the sequence."""
-    whole = sequential(ops.Linear(8, 12, bias=mode == "column"))
-    cut = te_fuser.Sequential(share(whole[0], mode, sequence_dim), kernels="reference")
-    ends = {"column": (sequence_dim, -1), "row": (-1, sequence_dim)}[mode]
-    copies = [(m, whole) for m in (cut, copy.deepcopy(cut), pickle.loads(pickle.dumps(cut)))]
-    for model, twin in (*copies, (by_reference(cut), by_reference(whole))):
-        assert_as_whole(model, twin, {"x": tensor(*SHAPE, grad=False)}, {}, ends)
-    assert "ranks=2 (tp)" in repr(cut[0]) and f"parallel_mode='{mode}'" in repr(cut[0])
-
-
 @on_ranks
 def test_attributes_that_are_set_are_for_the_next_call() -> None:
     linear = ops.Linear(8, 6, dtype=torch.float64)
@@ -268,6 +241,7 @@ def test_attributes_that_are_set_are_for_the_next_call() -> None:
     assert model(x).shape == (4, 6, 6)
     linear.group = mesh_of()["tp"]
     linear.parallel_mode = "column"
+    assert "ranks=2 (tp)" in repr(linear) and "parallel_mode='column'" in repr(linear)
     with pytest.raises(ValueError, match=r"MatMul.*weight has shape \[6, 8\], the op was made for \[3, 8\]"):
         model(x)
     linear.weight = torch.nn.Parameter(part(linear.weight.detach(), 0))
@@ -375,7 +349,7 @@ def body_of(test: object) -> object:
 
 
 def test_a_failure_shows_both_logs_and_leaves_no_process(ranks: Ranks) -> None:
-    """One raises while the other waits for it; the next body_of gets new processes, and so it goes on."""
+    """One raises while the other waits for it; the next body gets new processes, and so it goes on."""
     with pytest.raises(RanksFailedError) as failed:
         ranks.run(body_of(one_fails), {})
     text = str(failed.value)

@@ -200,8 +200,7 @@ def test_hooks_fire_between_segments_in_regions(recipe: str) -> None:
         else:
             assert segments == 1
         found.append([y, *gradients(parallel).values()])
-    for cut, whole in zip(*found, strict=True):
-        torch.testing.assert_close(cut, whole, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
 # ---- fully_shard

@@ -39,12 +39,28 @@ class Case:
     mode: str = ""  # of a Linear
 
 
-GATED = {"activation": "swiglu"}
+TWO = ("x", "encoder_output")
+GATED: Any = {"activation": "swiglu"}
 GATES = {"fc1": (FFN, FFN)}
-MASKED = {"attention_dropout": 0.0}
-LAYER = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
-GQA = {"num_gqa_groups": 2}
+GQA: Any = {"num_gqa_groups": 2}
 QKV = {"qkv.": (F, F // 2, F // 2)}
+CROSS: Any = {"attention_type": "cross", "attn_mask_type": "no_mask"}
+
+
+def mlp(blocks: Any = None, **keywords: Any) -> Case:
+    return Case("LayerNormMLP", (F, FFN), keywords, blocks or {})
+
+
+def attention(blocks: Any = None, **keywords: Any) -> Case:
+    given = TWO if "attention_type" in keywords else TWO[:1]
+    return Case("MultiheadAttention", (F, HEADS), {"attention_dropout": 0.0, **keywords}, blocks or {}, given)
+
+
+def layer(blocks: Any = None, **keywords: Any) -> Case:
+    given = TWO if "layer_type" in keywords else TWO[:1]
+    keywords = {"attention_dropout": 0.0, "hidden_dropout": 0.0, **keywords}
+    return Case("TransformerLayer", (F, FFN, HEADS), keywords, blocks or {}, given)
+
 
 CASES: dict[str, Case] = {
     "Linear column": Case("Linear", (F, 12), mode="column"),
@@ -53,55 +69,29 @@ CASES: dict[str, Case] = {
         "Linear", (F, 12), {"parameters_split": {"query": 8, "key": 4}}, {"output": (8, 4)}, mode="column"
     ),
     "LayerNormLinear": Case("LayerNormLinear", (F, 12), mode="column"),
-    "LayerNormMLP": Case("LayerNormMLP", (F, FFN)),
-    "LayerNormMLP swiglu": Case("LayerNormMLP", (F, FFN), {**GATED, "normalization": "RMSNorm"}, GATES),
-    "LayerNormMLP checkpoint": Case("LayerNormMLP", (F, FFN), {"checkpoint": True}),
-    "LayerNormMLP main_grad": Case("LayerNormMLP", (F, FFN), {"fuse_wgrad_accumulation": True}),
-    "MultiheadAttention": Case("MultiheadAttention", (F, HEADS), MASKED),
-    "MultiheadAttention GQA": Case("MultiheadAttention", (F, HEADS), {**MASKED, **GQA, "input_layernorm": True}),
-    "MultiheadAttention packed": Case("MultiheadAttention", (F, HEADS), {**MASKED, **GQA, "fuse_qkv_params": True}),
-    "MultiheadAttention blocked": Case(
-        "MultiheadAttention",
-        (F, HEADS),
-        {**MASKED, **GQA, "fuse_qkv_params": True, "qkv_weight_interleaved": False},
-        QKV,
-    ),
-    "MultiheadAttention sinks": Case("MultiheadAttention", (F, HEADS), {**MASKED, "softmax_type": "learnable"}),
-    "MultiheadAttention cross": Case(
-        "MultiheadAttention",
-        (F, HEADS),
-        {**MASKED, **GQA, "attention_type": "cross", "attn_mask_type": "no_mask"},
-        inputs=("x", "encoder_output"),
-    ),
-    **{
-        f"MultiheadAttention {norm}": Case("MultiheadAttention", (F, HEADS), {**MASKED, **GQA, "qk_norm_type": norm})
-        for norm in ("RMSNorm", "LayerNorm", "L2Normalization")
-    },
-    "MultiheadAttention cross RMSNorm": Case(
-        "MultiheadAttention",
-        (F, HEADS),
-        {**MASKED, "attention_type": "cross", "attn_mask_type": "no_mask", "qk_norm_type": "RMSNorm"},
-        inputs=("x", "encoder_output"),
-    ),
-    "TransformerLayer": Case("TransformerLayer", (F, FFN, HEADS), LAYER),
-    "TransformerLayer llama": Case(
-        "TransformerLayer", (F, FFN, HEADS), {**LAYER, **GATED, **GQA, "normalization": "RMSNorm", "bias": False}, GATES
-    ),
-    "TransformerLayer dropout": Case("TransformerLayer", (F, FFN, HEADS), {"hidden_dropout": 0.3, **MASKED}),
-    "TransformerLayer attention dropout": Case(
-        "TransformerLayer", (F, FFN, HEADS), {"hidden_dropout": 0.3, "attention_dropout": 0.3, "drop_path_rate": 0.3}
-    ),
-    "TransformerLayer parallel": Case("TransformerLayer", (F, FFN, HEADS), {**LAYER, "parallel_attention_mlp": True}),
-    "TransformerLayer post norm": Case(
-        "TransformerLayer", (F, FFN, HEADS), {**LAYER, "apply_residual_connection_post_layernorm": True}
-    ),
-    "TransformerLayer output norm": Case("TransformerLayer", (F, FFN, HEADS), {**LAYER, "output_layernorm": True}),
-    "TransformerLayer decoder": Case(
-        "TransformerLayer", (F, FFN, HEADS), {**LAYER, "layer_type": "decoder"}, inputs=("x", "encoder_output")
-    ),
-    "TransformerLayer main_grad": Case(
-        "TransformerLayer", (F, FFN, HEADS), {**LAYER, "fuse_wgrad_accumulation": True, "fuse_qkv_params": True}
-    ),
+    "LayerNormMLP": mlp(),
+    "LayerNormMLP swiglu": mlp(GATES, **GATED, normalization="RMSNorm"),
+    "LayerNormMLP checkpoint": mlp(checkpoint=True),
+    "LayerNormMLP main_grad": mlp(fuse_wgrad_accumulation=True),
+    "MultiheadAttention": attention(),
+    "MultiheadAttention GQA": attention(**GQA, input_layernorm=True),
+    "MultiheadAttention packed": attention(**GQA, fuse_qkv_params=True),
+    "MultiheadAttention blocked": attention(QKV, **GQA, fuse_qkv_params=True, qkv_weight_interleaved=False),
+    "MultiheadAttention sinks": attention(softmax_type="learnable"),
+    "MultiheadAttention cross": attention(**GQA, **CROSS),
+    "MultiheadAttention RMSNorm": attention(**GQA, qk_norm_type="RMSNorm"),
+    "MultiheadAttention LayerNorm": attention(**GQA, qk_norm_type="LayerNorm"),
+    "MultiheadAttention L2Normalization": attention(**GQA, qk_norm_type="L2Normalization"),
+    "MultiheadAttention cross RMSNorm": attention(**CROSS, qk_norm_type="RMSNorm"),
+    "TransformerLayer": layer(),
+    "TransformerLayer llama": layer(GATES, **GATED, **GQA, normalization="RMSNorm", bias=False),
+    "TransformerLayer dropout": layer(hidden_dropout=0.3),
+    "TransformerLayer attention dropout": layer(hidden_dropout=0.3, attention_dropout=0.3, drop_path_rate=0.3),
+    "TransformerLayer parallel": layer(parallel_attention_mlp=True),
+    "TransformerLayer post norm": layer(apply_residual_connection_post_layernorm=True),
+    "TransformerLayer output norm": layer(output_layernorm=True),
+    "TransformerLayer decoder": layer(layer_type="decoder"),
+    "TransformerLayer main_grad": layer(fuse_wgrad_accumulation=True, fuse_qkv_params=True),
 }
 
 
@@ -149,14 +139,9 @@ def test_as_the_whole(name: str, sequence_parallel: bool) -> None:
 
 
 DROPPING = {
-    "MultiheadAttention": Case("MultiheadAttention", (F, HEADS), {"attention_dropout": 0.3}),
-    "MultiheadAttention GQA": Case("MultiheadAttention", (F, HEADS), {"attention_dropout": 0.3, **GQA}),
-    "TransformerLayer": Case(
-        "TransformerLayer",
-        (F, FFN, HEADS),
-        {"attention_dropout": 0.2, "hidden_dropout": 0.3, "drop_path_rate": 0.2, **GATED, **GQA},
-        GATES,
-    ),
+    "MultiheadAttention": attention(attention_dropout=0.3),
+    "MultiheadAttention GQA": attention(attention_dropout=0.3, **GQA),
+    "TransformerLayer": layer(GATES, attention_dropout=0.2, hidden_dropout=0.3, drop_path_rate=0.2, **GATED, **GQA),
 }
 
 
@@ -264,15 +249,15 @@ def test_refusals() -> None:
         with pytest.raises(ValueError, match=words):
             make(Case(kind, sizes), tp_group=group, set_parallel_mode=True)
     with pytest.raises(ValueError, match="num_gqa_groups=1 cannot be cut into 2"):
-        make(Case("MultiheadAttention", (F, HEADS), {"num_gqa_groups": 1}), tp_group=group, set_parallel_mode=True)
+        make(attention(num_gqa_groups=1), tp_group=group, set_parallel_mode=True)
     with pytest.raises(ValueError, match="tp_size=4, but tp_group has 2 ranks"):
         make(CASES["LayerNormMLP"], tp_group=group, tp_size=4)
     product, _ = pair(CASES["Linear row"], True)
     with pytest.raises(ValueError, match=r"dimension 0 of an input of shape \[3, 4, 12\] cannot be cut into 2 equal"):
         product(tensor(3, B, F // 2))
-    attention = make(CASES["MultiheadAttention"], tp_group=group, set_parallel_mode=True)
+    preset = make(CASES["MultiheadAttention"], tp_group=group, set_parallel_mode=True)
     with pytest.raises(ValueError, match="slopes are those of all heads"):
-        attention(tensor(S, B, F), core_attention_bias_type="alibi")
+        preset(tensor(S, B, F), core_attention_bias_type="alibi")
 
 
 @on_ranks

@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import te_fuser
-import te_fuser as te
 from te_fuser import ops
 from te_fuser.distributed.consistency import RankMismatchError, gather_values
 from te_fuser.distributed.group import Group
@@ -321,14 +320,16 @@ RECIPES: dict[str, tuple[Recipe, int]] = {  # and features, of whose parts, a ra
 }
 
 
-def wide_mlp(features: int) -> te.Sequential:
+def wide_mlp(features: int) -> te_fuser.Sequential:
     torch.manual_seed(0)
     inner = 2 * features
-    layer = te.Residual(ops.LayerNorm(features), ops.Linear(features, inner), ops.GELU(), ops.Linear(inner, features))
-    return te.Sequential(layer, te.LayerNormMLP(features, inner, device="cpu"))
+    layer = te_fuser.Residual(
+        ops.LayerNorm(features), ops.Linear(features, inner), ops.GELU(), ops.Linear(inner, features)
+    )
+    return te_fuser.Sequential(layer, te_fuser.LayerNormMLP(features, inner, device="cpu"))
 
 
-def train_in_region(
+def trained(
     model: Any, recipe: Recipe | None, features: int, first: bool | None, mesh: DeviceMesh | None = None
 ) -> None:
     """Steps on a rank's samples; without a mesh on all. Gradients are those of the last one."""
@@ -341,7 +342,8 @@ def train_in_region(
         x = torch.randn(TOKENS, BATCH, features, generator=torch.Generator().manual_seed(step)).to(dtype)
         own = x if mesh is None else x.chunk(2, 1)[mesh["dp"].get_local_rank()]
         group = None if mesh is None else dist.group.WORLD
-        with te.autocast(enabled=recipe is not None, recipe=recipe, amax_reduction_group=group), microbatch(first):
+        is_on = recipe is not None
+        with te_fuser.autocast(enabled=is_on, recipe=recipe, amax_reduction_group=group), microbatch(first):
             y = model(own)
         (y.square().sum() * (0.5 if mesh is None else 1.0)).backward()  # `fully_shard` averages over two
 
@@ -356,11 +358,11 @@ def test_training_in_regions(by: str, first: bool | None) -> None:
     """Errors are as large as the whole model's in that region; by delayed scaling, with agreed scales, the same."""
     (recipe, features), mesh = RECIPES[by], mesh_of()
     twin = wide_mlp(features)
-    model = spread(te.parallelize(copy.deepcopy(twin), mesh["tp"]), mesh["dp"])
+    model = spread(te_fuser.parallelize(copy.deepcopy(twin), mesh["tp"]), mesh["dp"])
     exact = copy.deepcopy(twin).double()
-    train_in_region(model, recipe, features, first, mesh)
-    train_in_region(twin, recipe, features, first)
-    train_in_region(exact, None, features, None)
+    trained(model, recipe, features, first, mesh)
+    trained(twin, recipe, features, first)
+    trained(exact, None, features, None)
     found, known = whole_gradients(model, twin), whole_gradients(twin, twin)
     for name, right in whole_gradients(exact, exact).items():
         error, usual = (float((t[name].double() - right).norm()) for t in (found, known))

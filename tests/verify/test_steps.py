@@ -17,7 +17,7 @@ from te_fuser.fusions import Cost, Details, fusion
 from te_fuser.ops.base import OpCall, Spec
 from te_fuser.verify import Row, VerificationError, steps
 from te_fuser.verify.fusions import FusionCheck
-from tests.test_verify import bias_relu_body, transformer_block
+from tests.test_verify import transformer_block
 from tests.twins import sequential, tensor
 from tests.verify import wrong_fusions
 
@@ -114,41 +114,22 @@ def test_verified_steps_in_every_dtype(dtype: torch.dtype) -> None:
     model(x).sum().backward()
 
 
-def forgets_bias(m: Any, x: torch.Tensor) -> torch.Tensor:
-    return torch.relu(x)
-
-
-def overwrites_its_input(m: Any, x: torch.Tensor) -> torch.Tensor:
-    return bias_relu_body(m, x.add_(0.0).mul_(1.5).div_(1.5))
-
-
-def sums_too_few_rows(m: Any, dy: torch.Tensor) -> Any:
-    dx = dy * (m["output"] > 0)
-    return dx, {"0.bias": dx.reshape(-1, dx.shape[-1])[1:].sum(0)}
-
-
-WRONG: list[tuple[Any, dict[str, Any], str]] = [
-    (forgets_bias, {"forward": [ops.Bias, ops.ReLU]}, "forward step 'forgets_bias' over op 1 .*ReLU"),
-    (overwrites_its_input, {"forward": [ops.Bias, ops.ReLU], "emits": ["0.output"]}, "changed its input"),
-    (
-        sums_too_few_rows,
-        {"backward": [ops.Bias, ops.ReLU], "reads": ["output"]},
-        "backward step 'sums_too_few_rows'.*gradient of bias",
-    ),
-]
-
-
-@pytest.mark.parametrize(("body", "pattern", "words"), WRONG)
-def test_step_that_is_wrong_is_named(body: Any, pattern: dict[str, Any], words: str) -> None:
-    model = te_fuser.Sequential(ops.Linear(8, 8), ops.ReLU(), kernels="reference", verify=True)
-    wrong = fusion(**pattern, cost=lambda m: Cost(seconds=0.0), details=Details(registered=False))(body)
-    x = torch.randn(3, 8)
-    with te_fuser.fusions.only(wrong), pytest.raises(VerificationError, match=words):
-        if "backward" in pattern:
-            model(x).sum().backward()
-        else:
-            with torch.no_grad():
-                model(x)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("dtype: rounds in between", "forward step 'dtype:_rounds_in_between' over op 1 .*SiLU"),
+        ("write: clamps its input", "changed its input"),
+        ("gradient: sums a row twice", "backward step 'gradient:_sums_a_row_twice'.*gradient of bias"),
+    ],
+)
+def test_step_that_is_wrong_is_named(name: str, words: str) -> None:
+    wrong, backward = wrong_fusions.WRONG[name][0], name in wrong_fusions.BACKWARD
+    behind = ops.ReLU() if backward else ops.SiLU()
+    model = te_fuser.Sequential(ops.Linear(8, 8), behind, kernels="reference", verify=True)
+    wrong = dataclasses.replace(wrong, cost=lambda m: Cost(seconds=0.0))
+    with te_fuser.fusions.only(wrong), pytest.raises(VerificationError, match=words), torch.set_grad_enabled(backward):
+        y = model(3.0 * torch.randn(3, 8))
+        y.sum().backward()
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "verify.md"
