@@ -311,11 +311,8 @@ def test_nothing_is_pickled():
         assert not names & {"pickle", "dill", "cloudpickle", "marshal"}, path
 
 
-OP_FILES = [
-    p
-    for p in sorted((PACKAGE / "ops").rglob("*.py"))
-    if str(p.relative_to(PACKAGE / "ops").with_suffix("")) not in OP_HELPERS
-]
+OPS = PACKAGE / "ops"
+OP_FILES = [p for p in sorted(OPS.rglob("*.py")) if str(p.relative_to(OPS).with_suffix("")) not in OP_HELPERS]
 
 
 def test_one_file_for_each_op():

@@ -205,37 +205,30 @@ def test_k(k):
 """
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (
-            GPU_TESTS.format(missing=""),
-            gpu_tests.Counts(passed=1, failed=1, failures=["test_of_a_gpu.py::test_k[bias in float32]"]),
-        ),
-        (
-            GPU_TESTS.format(missing="needs quack-kernels"),
-            gpu_tests.Counts(skipped=2, left_out=["needs quack-kernels"]),
-        ),
-        (
-            GPU_TESTS.format(missing="needs quack-kernels")
-            + "@pytest.mark.skipif(True, reason='needs two GPUs')\ndef test(): 0",
-            gpu_tests.Counts(skipped=3, problems=["no test ran"]),
-        ),
-        ("def test_without_the_mark(): pass", gpu_tests.Counts(problems=["no test ran"])),
-        (
-            "import nothing_of_this_name",
-            gpu_tests.Counts(
-                failed=1, failures=["test_of_a_gpu.py"], problems=["the command ended with exit status 2"]
-            ),
-        ),
-    ],
-    ids=["one fails", "package", "package and another", "none", "broken"],
-)
+FILE = "test_of_a_gpu.py"
+QUACK = GPU_TESTS.format(missing="needs quack-kernels")
+ANOTHER = "@pytest.mark.skipif(True, reason='needs two GPUs')\ndef test(): 0"
+FOUND = {
+    "one fails": (
+        GPU_TESTS.format(missing=""),
+        gpu_tests.Counts(passed=1, failed=1, failures=[f"{FILE}::test_k[bias in float32]"]),
+    ),
+    "package": (QUACK, gpu_tests.Counts(skipped=2, left_out=["needs quack-kernels"])),
+    "package and another": (QUACK + ANOTHER, gpu_tests.Counts(skipped=3, problems=["no test ran"])),
+    "none": ("def test_without_the_mark(): pass", gpu_tests.Counts(problems=["no test ran"])),
+    "broken": (
+        "import nothing_of_this_name",
+        gpu_tests.Counts(failed=1, failures=[FILE], problems=["the command ended with exit status 2"]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
 def test_a_part_names_what_failed_and_what_is_not_installed(
-    text: str, expected: gpu_tests.Counts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (text, expected), path = FOUND[name], tmp_path / FILE
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # which take a second, and are not asked here
-    path = tmp_path / "test_of_a_gpu.py"
     path.write_text(text)
     counts = gpu_tests.run(gpu_tests.Part((str(path),)))
     counts.failures = [test.rpartition("/")[2] for test in counts.failures]  # folders: seen from the common one
