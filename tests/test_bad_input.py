@@ -128,17 +128,12 @@ CALLS = {
 }  # fmt: skip
 
 
-def made(parts):
-    """Not by twins.sequential: dtypes and devices stay as they are."""
-    return te_fuser.Sequential(*parts(), kernels="reference").requires_grad_(True)
-
-
 def doubled(parts):
-    """The parts in float64, but for those that were given another dtype or device on purpose."""
+    """The parts in float64, but for those that were given another dtype or device on purpose, unlike twins'."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        return made(parts)
+        return te_fuser.Sequential(*parts(), kernels="reference").requires_grad_(True)
     finally:
         torch.set_default_dtype(default)
 

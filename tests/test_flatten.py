@@ -15,6 +15,7 @@ import te_fuser
 from te_fuser import ops
 from te_fuser.flatten import flatten
 from te_fuser.fused_regions import Border, FusedRegion
+from tests.looking import hooked
 from tests.twins import assert_as_meant, sequential, tensor
 
 X = tensor(5, 8)
@@ -213,11 +214,6 @@ def test_a_forward_that_promises_to_flatten_is_not_run() -> None:
     alone, own = preset(h, skip, with_inner=True)
     assert preset.calls == 1
     torch.testing.assert_close((ops.SiLU()(alone), own), (y, inner))
-
-
-def hooked(m: te_fuser.Sequential) -> te_fuser.Sequential:
-    m.register_forward_hook(lambda *_: None)
-    return m
 
 
 class NotSaid(Preset):

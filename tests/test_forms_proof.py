@@ -1,21 +1,28 @@
-"""Ops of a user's that give a value in two forms, several values, and gradients in a dtype of their own."""
+"""Ops of a user's that give a value in two forms, start in one step what another waits for, and presets of a user's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 
+import te_fuser
 from te_fuser import Sequential, ops
 from te_fuser.formula import keep_mask, split
+from te_fuser.fuser.plan.overlap import waiting_late
 from te_fuser.fusions import Cost, fusion, unregister
 from te_fuser.ops import op_table
-from te_fuser.ops.base import Spec
+from te_fuser.ops.base import Gradient, OpCall, Spec
+from te_fuser.ops.operations import UnfusedOperation
 from tests.forms import HalfProduct, TwoForms
 from tests.needs import needs_compiler
+from tests.twins import assert_same_gradients, randomize, results_and_gradients, tensor
 
 WIDTH = 24
 
@@ -224,3 +231,231 @@ def test_a_formula_that_is_a_number() -> None:
     (y := ours(x)).sum().backward()
     torch.testing.assert_close(y, ours.reference(x))
     assert x.grad is not None and not x.grad.any() and ours[3].bias.grad.tolist() == [7.0] * WIDTH
+
+
+# ---- steps that wait
+
+
+Way = tuple[Any, torch.Tensor]
+
+
+def gather(call: OpCall, x: torch.Tensor) -> Way:
+    """Transfer under way, and the tensor for the rows of all processes."""
+    whole = torch.empty_like(x)
+    return dist.all_gather_into_tensor(whole, x.contiguous(), async_op=True), whole
+
+
+def arrived(call: OpCall, way: Way) -> torch.Tensor:
+    work, whole = way
+    work.wait()
+    return whole
+
+
+class Later(UnfusedOperation):
+    """y = the rows of all processes; its gradient is gathered too, and started before that of the weights behind it."""
+
+    reads = ()
+
+    def op_forward(self, call: OpCall, x: torch.Tensor) -> Any:
+        return gather(call, x)
+
+    def op_wait(self, call: OpCall, way: Way) -> torch.Tensor:
+        return arrived(call, way)
+
+    def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
+        return (Gradient(("input",), (), "start", wait="wait"),)
+
+    def start(self, call: OpCall, dy: torch.Tensor) -> Way:
+        return gather(call, dy)
+
+    def wait(self, call: OpCall, way: Way) -> dict[str, torch.Tensor | None]:
+        return {"input": arrived(call, way)}
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Any:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_what_is_under_way_is_waited_for_late(alone: None) -> None:
+    """Steps that do not need it run in between, and nothing that it reads or writes is dropped or stored over."""
+    model = te_fuser.Sequential(ops.GELU(), Later(), ops.MatMul(WIDTH, WIDTH), kernels="reference").double()
+    x = torch.randn(4, WIDTH, dtype=torch.float64, requires_grad=True)
+    plan = model.plan(x)
+    started, waiting = (next(s for s in plan.forward if s.name == f"later.{phase}") for phase in ("start", "wait"))
+    assert set(started.reads()) < set(waiting.reads()) and not started.task.own_memory and not waiting.task.own_memory
+    y = model(x)
+    dx, dw = torch.autograd.grad(y.square().sum(), [x, model[2].weight])
+    leaf = x.detach().requires_grad_()
+    want = torch.nn.functional.gelu(leaf, approximate="tanh") @ model[2].weight.mT
+    torch.testing.assert_close((dx, dw), torch.autograd.grad(want.square().sum(), [leaf, model[2].weight]))
+
+
+def test_a_step_that_waits_stands_before_its_first_reader() -> None:
+    model = te_fuser.Sequential(Later(), ops.MatMul(WIDTH, WIDTH), ops.GELU(), kernels="reference")
+    start, wait, product, gelu = model.plan(torch.randn(4, WIDTH)).forward
+    assert waiting_late([start, wait, product, gelu]) == [start, wait, product, gelu]
+    between = replace(gelu, inputs=(), outputs=())
+    assert waiting_late([start, wait, between, between, product]) == [start, between, between, wait, product]
+    assert waiting_late([start, wait, between]) == [start, between, wait]
+
+
+class Doubled(UnfusedOperation):
+    """y = 2 x, and what backward reads is given in either phase."""
+
+    reads = emits = ("early", "late")
+
+    def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+        call.emit("early", x + 1)
+        return 2 * x
+
+    def op_wait(self, call: OpCall, started: torch.Tensor) -> torch.Tensor:
+        call.emit("late", started + 2)
+        return started
+
+    def op_backward(self, call: OpCall, dy: torch.Tensor) -> torch.Tensor:
+        assert torch.equal(2 * call["early"], call["late"])
+        return 2 * dy
+
+
+def test_what_is_emitted_when_it_starts_is_there_when_it_ends() -> None:
+    model = te_fuser.Sequential(ops.GELU(), Doubled(), kernels="reference", verify=True).double()
+    x = torch.randn(4, WIDTH, dtype=torch.float64, requires_grad=True)
+    (dx,) = torch.autograd.grad(model(x).sum(), x)
+    torch.testing.assert_close(dx, torch.autograd.grad(model.reference(x).sum(), x)[0])
+
+
+@pytest.mark.parametrize(
+    ("words", "changed"),
+    [
+        ("forward must return a tensor, got NoneType", {"op_wait": lambda self, call, way: None}),
+        ("backward must return a dict of gradients by name, got int", {"wait": lambda self, call, way: 1}),
+        ("backward gave no gradient for .input.", {"wait": lambda self, call, way: {}}),
+    ],
+)
+def test_a_phase_that_gives_nothing(words: str, changed: dict[str, Any]) -> None:
+    own = {
+        "gradients": lambda self, names: (Gradient(("input",), (), "start", wait="wait"),),
+        "op_forward": lambda self, call, x: x,
+        "op_wait": lambda self, call, way: way,
+        "start": lambda self, call, dy: dy,
+        "wait": lambda self, call, way: {"input": way},
+    }
+    model = te_fuser.Sequential(ops.GELU(), type("Bad", (UnfusedOperation,), own | changed)(), kernels="reference")
+    with pytest.raises((TypeError, RuntimeError), match=rf"op 1 \(Bad '1'\): its {words}"):
+        model(torch.randn(4, WIDTH, requires_grad=True)).sum().backward()
+
+
+# ---- presets
+
+
+class LayerNormMLP(te_fuser.Sequential):
+    """y = W2 gelu(W1 norm(x) + b1) + b2, under the names that checkpoints of other libraries have.
+
+    Args:
+        hidden: features of x and y.
+        ffn: features between the two products.
+    """
+
+    flattens = True
+
+    def __init__(self, hidden: int, ffn: int) -> None:
+        super().__init__(
+            self._bound(ops.LayerNorm(hidden, device="meta"), weight="layer_norm_weight", bias="layer_norm_bias"),
+            ops.Output("layer_norm_output"),
+            self._bound(ops.MatMul(hidden, ffn, device="meta"), weight="fc1_weight"),
+            self._bound(ops.Bias(ffn, device="meta"), bias="fc1_bias"),
+            ops.GELU(),
+            self._bound(ops.MatMul(ffn, hidden, device="meta"), weight="fc2_weight"),
+            self._bound(ops.Bias(hidden, device="meta"), bias="fc2_bias"),
+        )
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(hidden))
+        self.layer_norm_bias = torch.nn.Parameter(torch.zeros(hidden))
+        self.fc1_weight = torch.nn.Parameter(torch.randn(ffn, hidden) * hidden**-0.5)
+        self.fc1_bias = torch.nn.Parameter(torch.zeros(ffn))
+        self.fc2_weight = torch.nn.Parameter(torch.randn(hidden, ffn) * ffn**-0.5)
+        self.fc2_bias = torch.nn.Parameter(torch.zeros(hidden))
+
+    def _bound(self, op: ops.FusableOperation, **names: str) -> ops.Bound:
+        return ops.Bound(op, self, **names)
+
+    def forward(self, x: torch.Tensor, return_layer_norm_output: bool = False) -> Any:  # type: ignore[override]
+        """y, or (y, what the norm gives)."""
+        return super().forward(x, outputs=("layer_norm_output",) if return_layer_norm_output else ())
+
+
+NAMES = ["layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"]
+HIDDEN, FFN = 32, 64
+X = tensor(3, 5, HIDDEN)
+
+
+def around(middle: te_fuser.Sequential, **options: Any) -> te_fuser.Sequential:
+    """A list in which something stands before and behind the preset that can be fused with it."""
+    return te_fuser.Sequential(ops.Linear(HIDDEN, HIDDEN), ops.GELU(), middle, ops.Scale(HIDDEN), **options)
+
+
+def bare() -> te_fuser.Sequential:
+    """The ops of the preset, each with parameters of its own."""
+    return te_fuser.Sequential(
+        ops.LayerNorm(HIDDEN),
+        ops.Output("layer_norm_output"),
+        ops.MatMul(HIDDEN, FFN),
+        ops.Bias(FFN),
+        ops.GELU(),
+        ops.MatMul(FFN, HIDDEN),
+        ops.Bias(HIDDEN),
+    )
+
+
+def meaning(model: te_fuser.Sequential, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output of `around(LayerNormMLP(...))`, in torch.nn's functions."""
+    mlp = model[2]
+    norm = F.layer_norm(
+        F.gelu(F.linear(x, model[0].weight, model[0].bias), approximate="tanh"),
+        (HIDDEN,),
+        mlp.layer_norm_weight,
+        mlp.layer_norm_bias,
+    )
+    between = F.gelu(F.linear(norm, mlp.fc1_weight, mlp.fc1_bias), approximate="tanh")
+    return F.linear(between, mlp.fc2_weight, mlp.fc2_bias) * model[3].weight, norm
+
+
+@pytest.mark.parametrize("device", ["h200", "b200", None])
+@pytest.mark.parametrize("outputs", [(), ("layer_norm_output",)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_it_is_fused_as_the_bare_list_is(device: str | None, outputs: tuple[str, ...], dtype: torch.dtype) -> None:
+    x = torch.empty(64, HIDDEN, dtype=dtype, requires_grad=True)
+    ours, theirs = (around(middle).to(dtype) for middle in (LayerNormMLP(HIDDEN, FFN), bare()))
+    mine, want = (m.explain(x, device=device, source=True, outputs=outputs, details=True) for m in (ours, theirs))
+    assert str(mine) == str(want)
+    plan = ours.plan(x, device=device, outputs=outputs)
+    inside = [k for k, node in enumerate(plan.graph.nodes) if node.path.startswith("2.")]
+    crossing = [
+        s for s in (*plan.forward, *plan.backward) if s.start < inside[0] < s.stop or s.start <= inside[-1] < s.stop - 1
+    ]
+    assert {(s.start < inside[0], s.stop > inside[-1] + 1) for s in crossing} == {(True, False), (False, True)}
+
+
+def test_values_and_all_gradients() -> None:
+    model = randomize(around(LayerNormMLP(HIDDEN, FFN), kernels="reference").double())
+    leaves = {"input": X, **dict(model.named_parameters())}
+    assert [name for name in model.state_dict() if name.startswith("2.")] == [f"2.{name}" for name in NAMES]
+    asked = ("layer_norm_output",)
+    got, grads = results_and_gradients(model, leaves, X, asked)
+    want, want_grads = results_and_gradients(lambda x, outputs: meaning(model, x), leaves, X, asked)
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+    assert_same_gradients(grads, want_grads)
+    assert all(gradient is not None for gradient in grads.values()) and len(grads) == 10
+    y, norm = model[2](X, return_layer_norm_output=True)
+    torch.testing.assert_close(norm, F.layer_norm(X, (HIDDEN,), model[2].layer_norm_weight, model[2].layer_norm_bias))
+    torch.testing.assert_close(model[2](X), y)
+
+
+def test_user_preset_is_verified_in_a_list_and_alone() -> None:
+    """Alone by its ops: its forward takes other arguments than a list's."""
+    model = randomize(around(LayerNormMLP(HIDDEN, FFN)))
+    for subject, x in ((model, X.detach().bfloat16()), (model[2], X.detach().float())):
+        report = te_fuser.verify(subject, x, outputs=("layer_norm_output",), dtypes=(x.dtype,))
+        assert report.passed and any("layer_norm_output" in row.tensor for row in report.rows)

@@ -140,7 +140,7 @@ FAMILIES = {
 }
 # Tests of an aspect of several modules: folder -> stems. Those of several ranks, in parallel/, all are.
 ASPECTS = {
-    "": {"bad_input", "collectives_proof", "docs", "forms_proof", "layout", "preset_proof", "public", "site",
+    "": {"bad_input", "docs", "forms_proof", "layout", "public",
          "values_proof", "weight", "works_with"},
     "codegen": {"float8", "targets"},
     "fusions": {"plans", "refusals", "quack", "quack_float8"},
@@ -311,15 +311,8 @@ def test_nothing_is_pickled():
         assert not names & {"pickle", "dill", "cloudpickle", "marshal"}, path
 
 
-def plain(stem: str) -> str:
-    return stem.replace("_", "")
-
-
-def stem_in_ops(path: Path) -> str:
-    return str(path.relative_to(PACKAGE / "ops").with_suffix(""))
-
-
-OP_FILES = [p for p in sorted((PACKAGE / "ops").rglob("*.py")) if stem_in_ops(p) not in OP_HELPERS]
+OPS = PACKAGE / "ops"
+OP_FILES = [p for p in sorted(OPS.rglob("*.py")) if str(p.relative_to(OPS).with_suffix("")) not in OP_HELPERS]
 
 
 def test_one_file_for_each_op():
@@ -329,7 +322,7 @@ def test_one_file_for_each_op():
         if path.stem in FAMILIES:
             assert len(public) > 1, f"{path.stem} holds {public}"
             continue
-        assert any(name.lower() == plain(path.stem) for name in public), f"{path.stem} holds {public}"
+        assert any(name.lower() == path.stem.replace("_", "") for name in public), f"{path.stem} holds {public}"
         kinds = [getattr(ops, name) for name in public]
         if len(kinds) > 1:
             base = next(k for k in kinds if all(issubclass(other, k) for other in kinds))

@@ -17,67 +17,39 @@ MODELS = """
 import torch
 import te_fuser
 from te_fuser import ops
-
-
 class Ids(torch.nn.Embedding):
     def forward(self, x):
         if x.is_floating_point():  # of fake tensors older releases of PyTorch take them
             raise TypeError("ids are whole numbers")
         return super().forward(x)
-
-
 def build():
     return te_fuser.Sequential(ops.LayerNorm(8), ops.Linear(8, 12), ops.GELU(), ops.Linear(12, 8))
-
-
 def plain():
     return torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.GELU())
-
-
 def ids():
     return te_fuser.Sequential(Ids(5, 8), ops.LayerNorm(8))
-
-
 def preset():
     print("made")
     return te_fuser.LayerNormLinear(8, 8, return_bias=True, device="cpu")
-
-
 def of_meta():
     with torch.device("meta"):
         return build()
-
-
 def two_inputs():
     return te_fuser.Sequential(ops.Linear(8, 8), ops.Add("skip"))
-
-
 def of_size(size):
     return ops.Linear(size, size)
-
-
 def ends():
     raise SystemExit(0)
-
-
 def number():
     return 5
-
-
 def convolution():
     return torch.nn.Conv2d(1, 1, 1)
-
-
 def raising():
     made = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8))
     made[1].register_forward_hook(lambda *_: int("mine"))
     return made
-
-
 def in_bfloat16():
     return ids().bfloat16()
-
-
 made = build()
 """
 
@@ -247,70 +219,44 @@ import torch
 import te_fuser
 from te_fuser import ops
 from tests.convert.models import model_of
-
-
 def build():
     model = model_of("llama", torch.float32)
     te_fuser.convert(model)
     return model
-
-
 def conversion():
     return te_fuser.convert(model_of("gpt2", torch.float32), check=False)
-
-
 def emptied():
     made = conversion()
     te_fuser.revert(made.model)
     return made
-
-
 def of_meta():
     return conversion().model.to("meta")
-
-
 def adapted():
     model = build()
     mlp = model.model.layers[1].mlp
     mlp.up_proj = torch.nn.Sequential(mlp.up_proj, torch.nn.Identity())
     return model
-
-
 def unconverted():
     return model_of("llama", torch.float32)
-
-
 def short():
     return te_fuser.convert(model_of("gpt2", torch.float32, max_position_embeddings=8), check=False)
-
-
 class Two(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.inner = build()
-
     def forward(self, ids, more):
         return self.inner(ids)
-
-
 class Head(Two):
     def __init__(self):
         super().__init__()
         self.head = te_fuser.Sequential(ops.LayerNorm(48), te_fuser.Sequential(ops.GELU()))
-
     def forward(self, ids):
         return self.head(self.inner(ids).logits)
-
-
 class Raising(Two):
     def forward(self, ids):
         raise self.error
-
-
 class Mine(Raising):
     error = ValueError("mine")
-
-
 class MineOfAnother(Raising):
     error = IndexError("mine")
 """

@@ -11,6 +11,7 @@ from torch import nn
 
 import te_fuser
 from te_fuser import ops
+from tests.looking import hooked
 from tests.twins import assert_as_meant, sequential, tensor
 
 X = tensor(5, 8)
@@ -193,16 +194,10 @@ def test_modules_that_ops_could_stand_for_are_warned_of_once_for_each_class():
     assert len(caught) == 1
 
 
-def _hooked():
-    module = nn.Linear(8, 8)
-    module.register_forward_hook(lambda *_: None)
-    return module
-
-
 NO_OPS = {
     "no class of the table": lambda: nn.BatchNorm1d(8),
     "another dimension": lambda: nn.Softmax(dim=0),
-    "hooks": _hooked,
+    "hooks": lambda: hooked(nn.Linear(8, 8)),
     "a list of others": lambda: nn.Sequential(nn.Sequential(nn.Conv1d(1, 1, 1)), nn.BatchNorm1d(8)),
     "an empty list": nn.Sequential,
     "a decoder": lambda: nn.TransformerDecoderLayer(8, 2),

@@ -1,4 +1,4 @@
-"""Looking at a model changes nothing: plan(), plans(), explain(), and what measures."""
+"""Looking at a model changes nothing, and the plans that it shows are those that run, whatever stands between."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from te_fuser import ops
 from te_fuser.fake_tensors import NotSeenError
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.ops.hooks import silenced
-from tests.looking import Apply, assert_unchanged, plans_that_run, state_of, text_of, x_of
+from tests.looking import Apply, assert_unchanged, hooked, plans_that_run, state_of, text_of, x_of
 from tests.threads import in_threads
-from tests.twins import sequential
+from tests.twins import Around, sequential
 
 
 @pytest.fixture
@@ -70,10 +70,18 @@ LOOKS: dict[str, Callable[[te_fuser.Sequential, torch.Tensor], Any]] = {
 }
 
 
+MEASURING = ("measure", "tune")
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
+
+
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize("name", LOOKS)
-def test_looking_changes_nothing(name: str, called: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
+def test_looking_changes_nothing(name: str, called: bool) -> None:
     model, x = split(), x_of(5, 8)
     model.append(Apply(lambda x: x * random.random()))  # Python's generator, too
     if called:
@@ -88,10 +96,10 @@ def test_looking_changes_nothing(name: str, called: bool, tmp_path: Any, monkeyp
     assert torch.equal(x, x_before) and seen == []
 
 
-@pytest.mark.parametrize("name", ["measure", "tune"])
-def test_measuring_keeps_graphs_of_earlier_calls(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("name", MEASURING)
+def test_measuring_keeps_graphs_of_earlier_calls(name: str) -> None:
     """Their saved buffers have the version that they had."""
-    monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
     model, x = split().eval(), x_of(5, 8)
     y = model(x)
     model[1].train()
@@ -136,20 +144,20 @@ def test_measuring_with_a_scripted_module() -> None:
     assert_unchanged(model, before)
 
 
+def hook_all(m: nn.Module, fired: list[str]) -> None:
+    """Hooks of three kinds, which note that they fired."""
+    for register in (m.register_forward_hook, m.register_forward_pre_hook, m.register_full_backward_hook):
+        register(lambda *_: fired.append("hook"))
+
+
 def test_no_hook_fires() -> None:
     """Of plain modules, of modules in them, of ops and lists that have one, and of all modules."""
     fired: list[str] = []
-
-    def hook(*call: Any) -> None:
-        fired.append("hook")
-
     inner = sequential(ops.GELU(), ops.Linear(8, 8), dtype=torch.float32)
     model = sequential(ops.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), inner, ops.ReLU(), ops.GELU())
     for m in (model[1], model[1][0], inner, inner[1], model[3]):
-        m.register_forward_hook(hook)
-        m.register_forward_pre_hook(hook)
-        m.register_full_backward_hook(hook)
-    handle = nn.modules.module.register_module_forward_hook(hook)
+        hook_all(m, fired)
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: fired.append("hook"))
     try:
         assert model.float().plans(x_of(5, 8)) == []  # all ops would run by themselves, for the hook
     finally:
@@ -160,33 +168,19 @@ def test_no_hook_fires() -> None:
     assert all(p.backward for p in plans)
 
 
-def tuned(model: te_fuser.Sequential, x: torch.Tensor) -> Any:
-    return model.tune(x, rounds=1, seconds=0.001)
-
-
-def measured(model: te_fuser.Sequential, x: torch.Tensor) -> Any:
-    return model.explain(x, measure=True, details=True)
-
-
-@pytest.mark.parametrize("look", [measured, tuned])
-def test_no_hook_of_users_fires_where_real_data_run(look: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("name", MEASURING)
+def test_no_hook_of_users_fires_where_real_data_run(name: str) -> None:
     """Hooks of PyTorch fire, as a pruned weight is computed by one; in other threads all do, and afterwards."""
-    monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
     fired: list[str] = []
-
-    def hook(*call: Any) -> None:
-        fired.append("hook")
-
     model = sequential(ops.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), ops.Linear(8, 8), ops.ReLU())
     model = model.float().requires_grad_()
     torch.nn.utils.prune.l1_unstructured(model[1][0], "weight", 0.5)
     for m in (model[1], model[1][0], model[3]):
-        m.register_forward_hook(hook)
-        m.register_forward_pre_hook(hook)
-        m.register_full_backward_hook(hook)
+        hook_all(m, fired)
     with torch.no_grad():
         model[1][0].weight_orig.zero_()  # what the pruning's hook computes the weight from
-    look(model, x_of(5, 8))
+    LOOKS[name](model, x_of(5, 8))
     assert fired == [] and not model[1][0].weight.any()
     with silenced(model):
         model(x_of(5, 8))
@@ -197,16 +191,14 @@ def test_no_hook_of_users_fires_where_real_data_run(look: Any, tmp_path: Path, m
     assert len(fired) == 15
 
 
-@pytest.mark.parametrize("look", [measured, tuned])
-def test_what_a_hook_makes_of_a_result_is_known_from_the_last_call(
-    look: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("name", MEASURING)
+def test_what_a_hook_makes_of_a_result_is_known_from_the_last_call(name: str) -> None:
     recurrent = nn.GRU(8, 8)
     recurrent.register_forward_hook(lambda m, args, made: made[0])
     model, x = sequential(ops.GELU(), recurrent, ops.Linear(8, 8), dtype=torch.float32), x_of(5, 8)
     want = model(x)
-    assert look(model, x)
+    assert LOOKS[name](model, x)
     assert torch.equal(model(x), want)
 
 
@@ -307,3 +299,153 @@ def test_what_looking_gives_fits_a_screen_by_itself(layers: int) -> None:
     assert len(text) < 3000 and len(text.splitlines()) <= 30
     assert ("more" in text) == (layers > 1) and all(s.name in text for s in (plan.forward[11:12] or plan.backward))
     assert all(len(repr(what)) < 300 for what in (*plan.steps, *plan.kept, *model.plans_kept()))
+
+
+# ---- the plans shown are those that run
+
+
+def old_weight_norm(m: nn.Module) -> nn.Module:
+    with pytest.warns(FutureWarning):
+        return nn.utils.weight_norm(m)
+
+
+PLAIN: tuple[Callable[[], nn.Module], ...] = (
+    lambda: nn.Dropout(0.5),
+    lambda: nn.Linear(8, 8),
+    lambda: nn.Linear(8, 8).requires_grad_(False),
+    lambda: nn.BatchNorm1d(8),
+    lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
+    lambda: nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)),
+    lambda: old_weight_norm(nn.Linear(8, 8)),
+    lambda: nn.GRU(8, 8),
+    lambda: nn.MultiheadAttention(8, 2),
+    lambda: nn.TransformerEncoderLayer(8, 2, 16),
+    lambda: Apply(torch.Tensor.detach),
+    lambda: Apply(lambda x: x.to(torch.bfloat16).float()),
+    lambda: Apply(lambda x: x.reshape(-1, 2, 8)),
+    lambda: Apply(lambda x: x.t().contiguous().t()),
+    lambda: hooked(ops.GELU()),
+    lambda: hooked(ops.Linear(8, 8)),
+    lambda: hooked(nn.Linear(8, 8)),
+    lambda: hooked(te_fuser.Sequential(ops.Linear(8, 8), nn.Tanh(), ops.ReLU())),
+    lambda: te_fuser.Sequential(ops.Linear(8, 8), ops.GELU(), memory="lean"),
+    lambda: hooked(te_fuser.Residual(ops.Linear(8, 8), nn.Dropout(), ops.Dropout(0.1), verify=True)),
+)
+TAKEN_APART = (nn.GRU, nn.MultiheadAttention)
+
+
+def first(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The first of what a module gives, called in whatever way it takes."""
+    return m(x)[0] if isinstance(m, nn.GRU) else m(x, x, x)[0]
+
+
+def random_list(rng: random.Random, begin: Callable[[], nn.Module]) -> list[nn.Module]:
+    fusable: tuple[Callable[[], nn.Module], ...] = (
+        lambda: ops.Linear(8, 8),
+        lambda: ops.Linear(8, 8, bias=False).requires_grad_(False),
+        lambda: ops.LayerNorm(8),
+        ops.GELU,
+        lambda: ops.Dropout(0.1),
+        lambda: te_fuser.Residual(ops.Scale(8), ops.SiLU()),
+        lambda: nn.utils.parametrizations.weight_norm(ops.Linear(8, 8)),
+    )
+    found: list[nn.Module] = []
+    for k in range(rng.randint(2, 5)):
+        found += [rng.choice(fusable)() for _ in range(rng.randint(0, 3))]
+        plain = (rng.choice(PLAIN) if k else begin)()
+        found.append(Around(plain, first) if isinstance(plain, TAKEN_APART) else plain)
+    return [*found, ops.ReLU()]
+
+
+@pytest.mark.parametrize("seed", range(len(PLAIN)))
+def test_the_plans_shown_are_those_that_run(seed: int, ran: list[Plan]) -> None:
+    """Lists split by each plain module, and at random by others: shown before the first call, and after it.
+
+    Plans are shown for the sizes of the call and made for these rounded up to a grid: 8 rows are on it.
+    """
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    model = te_fuser.Sequential(
+        *random_list(rng, PLAIN[seed]), kernels="reference", memory=rng.choice(["fast", "balanced"])
+    )
+    model.train(rng.random() < 0.7)
+    x = x_of(8, 8, grad=rng.random() < 0.5)
+    with torch.set_grad_enabled(rng.random() < 0.8), torch.autocast("cpu", enabled=rng.random() < 0.3):
+        before = state_of(model)
+        shown = model.plans(x)
+        assert_unchanged(model, before)
+        ran.clear()
+        model(x)
+        own = {id(kept.plan) for kept in model.plans_kept()}  # not those of modules that run by themselves
+        outer = [plan for plan in ran if id(plan) in own]
+        assert text_of(shown) == (text := text_of(outer))
+        assert text_of(model.plans(x)) == text
+
+
+def test_an_embedding_first_and_a_branch_across(ran: list[Plan]) -> None:
+    model = te_fuser.Sequential(
+        nn.Embedding(10, 8),
+        ops.Fork("r"),
+        ops.Linear(8, 8),
+        nn.Tanh(),
+        ops.Add("r"),
+        ops.Output("y"),
+        ops.GELU(),
+        kernels="reference",
+    )
+    tokens = torch.randint(0, 10, (8,))
+    shown = model.plans(tokens, outputs=("y",))
+    model(tokens, outputs=("y",))
+    assert text_of(shown) == text_of(ran) and all(p.backward for p in shown)
+
+
+def test_a_model_that_has_no_memory_of_its_own() -> None:
+    """On the meta device, for another one."""
+    with torch.device("meta"):
+        model = te_fuser.Sequential(ops.Linear(64, 64), nn.BatchNorm1d(64), ops.GELU(), ops.Linear(64, 32))
+        x = torch.empty(128, 64, requires_grad=True)
+    first, second = model.plans(x, device="h200")
+    assert first.device.name == second.device.name == "h200" and second.backward
+    assert second.x.shape == (128, 64)
+
+
+def test_modules_that_hold_more_than_parameters(ran: list[Plan]) -> None:
+    """Tensors in lists, an owner outside of the list, a weight outside of all modules, which autocast would keep."""
+
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.listed = [torch.ones(8), nn.Parameter(torch.ones(8))]
+            self.buffer = torch.full((8,), 2.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.listed[0] + self.listed[1] * self.buffer
+
+    owner, outside = nn.Linear(8, 8), nn.Parameter(torch.ones(8, 8))
+    bound = hooked(ops.Bound(ops.MatMul(8, 8, device="meta"), owner, weight="weight"))
+    model = te_fuser.Sequential(
+        ops.GELU(),
+        Holds(),
+        ops.GELU(),
+        bound,
+        ops.ReLU(),
+        Apply(lambda x: x @ outside),
+        ops.GELU(),
+        kernels="reference",
+    )
+    with torch.autocast("cpu"):
+        shown = model.plans(x_of(8, 8))
+        y = model(x_of(8, 8))
+    assert text_of(shown) == text_of([plan for plan in ran if len(plan.graph.nodes) == 1 and not plan.graph.parameters])
+    assert [p.x.dtype for p in shown] == [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16]
+    y.float().sum().backward()
+    assert type(outside.grad) is torch.Tensor and owner.weight.grad is not None
+
+
+def test_stand_ins_are_for_looking_alone() -> None:
+    """A tensor without values from anywhere else is refused, as ever."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    x = FakeTensorMode().from_tensor(torch.randn(5, 8))
+    with pytest.raises(TypeError, match="te_fuser runs plain tensors, got FakeTensor"):
+        te_fuser.Sequential(ops.GELU(), kernels="reference")(x)

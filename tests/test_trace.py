@@ -16,6 +16,7 @@ from torch import nn
 import te_fuser
 from te_fuser import ops
 from tests.threads import in_threads
+from tests.twins import Around
 
 
 def _names(path: Path) -> list[str]:
@@ -53,20 +54,16 @@ def test_the_model_stays_as_it_was(tmp_path: Path) -> None:
         assert p.grad is not None and torch.equal(p.grad, g)
 
 
-class _Several(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = te_fuser.LayerNormMLP(8, 16, device="cpu")
-
-    def forward(self, given: dict[str, torch.Tensor], *, scale: float) -> dict[str, Any]:
-        return {"y": self.inner(given["x"]) * scale, "rows": len(given["x"])}
+def _several(m: nn.Module, given: dict[str, torch.Tensor], *, scale: float) -> dict[str, Any]:
+    return {"y": m(given["x"]) * scale, "rows": len(given["x"])}
 
 
 def test_inputs_and_outputs_of_any_structure(tmp_path: Path) -> None:
-    path = te_fuser.profile(_Several(), {"x": torch.randn(3, 8)}, path=tmp_path / "t.json", steps=1, scale=2.0)
+    model, given = Around(te_fuser.LayerNormMLP(8, 16, device="cpu"), _several), {"x": torch.randn(3, 8)}
+    path = te_fuser.profile(model, given, path=tmp_path / "t.json", steps=1, scale=2.0)
     assert _names(path).count("backward") == 1
     with torch.no_grad():
-        te_fuser.profile(_Several(), {"x": torch.randn(3, 8)}, path=path, steps=1, scale=2.0)
+        te_fuser.profile(model, given, path=path, steps=1, scale=2.0)
     assert "backward" not in _names(path)
 
 
@@ -76,17 +73,10 @@ class _Both:
     inner: Any = None
 
 
-class _OfBoth(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = te_fuser.LayerNormMLP(8, 16, device="cpu")
-
-    def forward(self, given: _Both) -> _Both:
-        return _Both(given.y, {"z": [_Both(self.inner(given.y))]})
-
-
 def test_dataclasses(tmp_path: Path) -> None:
-    path = te_fuser.profile(_OfBoth(), _Both(torch.randn(3, 8)), path=tmp_path / "t.json", steps=2)
+    mlp = te_fuser.LayerNormMLP(8, 16, device="cpu")
+    model = Around(mlp, lambda m, given: _Both(given.y, {"z": [_Both(m(given.y))]}))
+    path = te_fuser.profile(model, _Both(torch.randn(3, 8)), path=tmp_path / "t.json", steps=2)
     assert _names(path).count("backward") == 2
 
 

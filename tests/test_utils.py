@@ -107,8 +107,7 @@ def test_a_transformer_layers_parameters(fused: bool, called_before: bool) -> No
         torch.testing.assert_close(got, want)
     torch.testing.assert_close(around(x), torch.nn.functional.layer_norm(want, (HIDDEN,)))
     grads = [torch.autograd.grad(y.square().sum(), list(basic.parameters())) for y in (layer(x), basic(x))]
-    for ours, theirs in zip(*grads, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize("masked", [False, True])

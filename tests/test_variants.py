@@ -61,8 +61,7 @@ def test_values_and_gradients(dtype: torch.dtype) -> None:
         torch.testing.assert_close(y, want)
         dy = torch.randn_like(y)
         leaves = [x, block.weight, block.bias]
-        for ours, theirs in zip(*[torch.autograd.grad(t, leaves, dy) for t in (y, want)], strict=True):
-            torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(*[torch.autograd.grad(t, leaves, dy) for t in (y, want)])
     assert list(block.state_dict()) == ["weight", "bias"]
     assert len(list(block.parameters())) == 2
 

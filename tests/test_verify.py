@@ -23,6 +23,7 @@ from te_fuser.verify import fusions as verify_fusions
 from te_fuser.verify.examples import Case, example_cases, examples
 from tests.recorded import recorded
 from tests.twins import randomize
+from tests.verify.wrong_fusions import WrongFactor
 
 pytestmark = pytest.mark.usefixtures("few_rows")  # sizes are asked for in verify/test_steps.py
 # Of verify's three dtypes, the one that is cheapest and the one that is hardest.
@@ -36,15 +37,11 @@ def check(subject: Any, **options: Any) -> VerifyReport:
 # ---------------------------------------------------------------------------------------------- right fusions
 
 
-def bias_relu_body(m: Any, x: torch.Tensor) -> torch.Tensor:
+@fusion(forward=[ops.Bias, ops.ReLU], emits=["0.output"], details=Details(registered=False))
+def bias_relu(m: Any, x: torch.Tensor) -> torch.Tensor:
     y = x + m[0].bias
     m.emit("0.output", y)
     return torch.relu(y)
-
-
-bias_relu = fusion(
-    forward=[ops.Bias, ops.ReLU], emits=["0.output"], name="bias_relu", details=Details(registered=False)
-)(bias_relu_body)
 
 
 @fusion(backward=[ops.Bias, ops.ReLU], reads=["output"], details=Details(registered=False))
@@ -127,50 +124,18 @@ def test_a_name_stands_for_the_registered_fusion_and_verifying_leaves_the_regist
 # ---------------------------------------------------------------------------------------------- wrong fusions
 
 
+@fusion(forward=[ops.Bias, ops.ReLU], emits=["0.output"], details=Details(registered=False))
 def forgets_bias(m: Any, x: torch.Tensor) -> torch.Tensor:
     m.emit("0.output", x)
     return torch.relu(x)
 
 
-def emits_the_wrong_value(m: Any, x: torch.Tensor) -> torch.Tensor:
-    y = x + m[0].bias
-    m.emit("0.output", x)
-    return torch.relu(y)
-
-
 _RUNS = itertools.count()
-
-
-def reads_undeclared(m: Any, x: torch.Tensor) -> torch.Tensor:
-    return bias_relu_body(m, m["1.output"])
-
-
-def takes_every_row_as_dense(m: Any, x: torch.Tensor) -> torch.Tensor:
-    return bias_relu_body(m, x.as_strided(x.shape, torch.empty(x.shape).stride()))
-
-
-def wrong_forward(body: Any) -> Fusion:
-    return fusion(forward=[ops.Bias, ops.ReLU], emits=["0.output"], details=Details(registered=False))(body)
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        (emits_the_wrong_value, "gradient of"),
-        (reads_undeclared, "KeyError: .*is not declared"),
-        (takes_every_row_as_dense, "transposed input"),
-    ],
-)
-def test_wrong_forward_is_found(body: Any, words: str) -> None:
-    """Others stand in verify/wrong_fusions.py."""
-    report = check(wrong_forward(body), raise_on_failure=False)
-    assert not report.passed
-    assert any(re.search(words, str(row)) for row in report.failures), report.failures[:3]
 
 
 def test_the_error_names_the_fusion() -> None:
     with pytest.raises(VerificationError, match=r"forgets_bias.*\n?.*output: error"):
-        check(wrong_forward(forgets_bias), dtypes=[torch.bfloat16])
+        check(forgets_bias, dtypes=[torch.bfloat16])
 
 
 def test_gradients_need_not_repeat_where_no_library_promises_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,21 +321,6 @@ def test_plain_modules_that_look_at_values() -> None:
         assert te_fuser.verify(model, torch.randn(3, 8)).passed
 
 
-class WrongGradient(ops.UnfusedOperation):
-    """y = x^2, and a gradient that forgets the 2."""
-
-    def op_forward(self, call: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * x
-
-    def op_backward(self, call: Any, dy: torch.Tensor) -> torch.Tensor:
-        return dy * call["input"]
-
-
-def test_an_op_with_a_wrong_gradient_is_found() -> None:
-    with pytest.raises(VerificationError, match="gradient of input"):
-        verify(WrongGradient(), torch.randn(3, 4), kernels="reference")
-
-
 def test_a_model_that_takes_no_example_says_so() -> None:
     model = te_fuser.Sequential(
         ops.DotProductAttention(2, 4, mask="given", layout="sequence_first"), kernels="reference"
@@ -392,13 +342,13 @@ def test_a_report_is_a_line_where_all_passes_and_its_table_has_all_cases() -> No
 
 
 def test_a_failure_is_told_by_the_simplest_case_first() -> None:
-    report = check(WrongGradient(), dtypes=DTYPES, raise_on_failure=False)
+    report = check(WrongFactor(), dtypes=DTYPES, raise_on_failure=False)
     first = next(row for row in report.rows if not row.passed)
     assert first.case == "float32 [1, features]"  # of no variant
     lines = str(report).splitlines()
     failed = len(report.failures)
-    assert str(report.error()) == f"WrongGradient: {first} (and {failed - 1} more of {len(report.rows)} checks)"
-    assert lines[0].startswith(f"WrongGradient: {failed} of {len(report.rows)} checks failed") and len(lines) == 7
+    assert str(report.error()) == f"WrongFactor: {first} (and {failed - 1} more of {len(report.rows)} checks)"
+    assert lines[0].startswith(f"WrongFactor: {failed} of {len(report.rows)} checks failed") and len(lines) == 7
     assert lines[1].strip() == str(first) and lines[-1].strip() == f"... and {failed - 5} more"
     assert "failed" in report.table()
 

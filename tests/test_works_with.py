@@ -13,7 +13,7 @@ from torch import nn
 
 import te_fuser
 from te_fuser import ops
-from tests.twins import randomize
+from tests.twins import by_reference, randomize
 
 ROOT = Path(__file__).parent.parent
 X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
@@ -31,15 +31,6 @@ def model(dropout: float = 0.0) -> te_fuser.Sequential:
         te_fuser.Residual(ops.RMSNorm(8), ops.Linear(8, 32), ops.GELU(), ops.Linear(32, 8)),
     )
     return randomize(made)  # type: ignore[no-any-return]
-
-
-class Reference(nn.Module):
-    def __init__(self, model: te_fuser.Sequential) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.model.reference(x)  # type: ignore[no-any-return]
 
 
 def x() -> torch.Tensor:
@@ -68,7 +59,7 @@ def compiled() -> None:
 def to_onnx() -> None:
     pytest.importorskip("onnxscript")
     m = model()
-    program = torch.onnx.export(Reference(m), (X,), dynamo=True)
+    program = torch.onnx.export(by_reference(m), (X,), dynamo=True)
     assert program is not None
 
 
@@ -138,9 +129,6 @@ def repeated() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-
-
-# --------------------------------------------------------------------------------------------------------- modules
 
 
 # ------------------------------------------------------------------------------------------------------- the page

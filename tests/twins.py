@@ -25,6 +25,22 @@ def randomize(model: torch.nn.Module, seed: int = 0) -> Any:
     return model
 
 
+class Around(torch.nn.Module):
+    """A module that is called in another way: `call(module, ...)`."""
+
+    def __init__(self, inner: Any, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.inner, self.call = inner, call
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        return self.call(self.inner, *given, **named)
+
+
+def by_reference(model: Any) -> torch.nn.Module:
+    """The model, which runs op by op."""
+    return Around(model, lambda m, x: m.reference(x))
+
+
 def sequential(*parts: Any, dtype: torch.dtype = torch.float64, **options: Any) -> te_fuser.Sequential:
     """A Sequential with random parameters that compiles nothing."""
     model = te_fuser.Sequential(*parts, **{"kernels": "reference", **options}).to(dtype)

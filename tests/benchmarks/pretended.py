@@ -1,20 +1,26 @@
-"""Stand-ins for a GPU, its profiler and measurements on one."""
+"""Stand-ins for a GPU, its profiler and measurements on one, and commands in processes that have PyTorch at once."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+import runpy
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.common import ROOT
 from benchmarks.gpu.contest import measure
 from benchmarks.gpu.contest.bench import TOY as TOY_SCALE
 from benchmarks.gpu.contest.bench import Bench
 from benchmarks.gpu.contest.entries import compared
 from benchmarks.gpu.contest.goals import judged, over_floor
 from benchmarks.gpu.record import records
+from tests.parallel.ranks import forking
 
 CPU = measure.Card(torch.device("cpu"))
 TOY = Bench(CPU, TOY_SCALE, measure.TRIAL, with_compile=False)
@@ -98,3 +104,29 @@ def layer_record() -> dict[str, Any]:
     entry["plan"] = [{**row, "measured_ms": 2.0, "limit": "products", "share": 0.5}]
     entry["goals"] = judged((over_floor(1.05),), entry)
     return records.part_record(ABOUT, measure.FULL, {"quick": False}, 12.34, [entry])
+
+
+def forked(command: Sequence[str], **environment: str) -> str:
+    """As `output_of`, in a process that has PyTorch at once."""
+    with tempfile.NamedTemporaryFile("r") as out:
+        process = forking().Process(target=_run, args=(command, environment, out.name))
+        process.start()
+        process.join()
+        assert process.exitcode == 0, out.read()
+        return out.read()
+
+
+def _run(command: Sequence[str], environment: dict[str, str], out: str) -> None:
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    with open(out, "w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    torch.set_num_threads(1)
+    sys.argv = [*command[command[0] == "-m" :]]
+    sys.path.insert(0, str(ROOT / Path(sys.argv[0]).parent))
+    if command[0] == "-m":
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.stdout.flush()

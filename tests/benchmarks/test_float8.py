@@ -147,14 +147,7 @@ def test_it_is_taken_in_and_goes_into_the_guides(tmp_path: Path, monkeypatch: py
 
 
 def test_the_guides_have_the_record_that_lies_here() -> None:
-    for path in (float8.GUIDE, float8.QUICKSTART):
-        assert float8.table(json.loads(_record().read_text())["cases"], _columns(path)) in path.read_text()
-
-
-def _record() -> Path:
-    (found,) = records.RESULTS.glob("gpu-float8-*.json")
-    return found
-
-
-def _columns(path: Path) -> Any:
-    return float8.COLUMNS if path == float8.GUIDE else [c for c in float8.COLUMNS if c.key in float8._SHORT]
+    (record,) = records.RESULTS.glob("gpu-float8-*.json")
+    short = [column for column in float8.COLUMNS if column.key in float8._SHORT]
+    for path, columns in ((float8.GUIDE, float8.COLUMNS), (float8.QUICKSTART, short)):
+        assert float8.table(json.loads(record.read_text())["cases"], columns) in path.read_text()

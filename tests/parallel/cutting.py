@@ -88,14 +88,3 @@ def assert_as_whole(
         local = own_part(gradient)
         expected = own(want[name], local, sizes_of(name, sizes))
         torch.testing.assert_close(local, expected, **within, msg=lambda m, name=name: f"{name}: {m}")
-
-
-class ByReference(nn.Module):
-    """A model that runs op by op."""
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner.reference(x)  # type: ignore[no-any-return]

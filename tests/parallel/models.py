@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -81,6 +84,26 @@ def spread(model: Any, mesh: DeviceMesh | None = None, **options: Any) -> nn.Mod
     for layer in model:
         fully_shard(layer, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)  # type: ignore[no-any-return]
+
+
+def adam(model: nn.Module) -> torch.optim.AdamW:
+    # Such an eps, as the gradient of a bias of keys is rounding alone: attention does not see it.
+    return torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3, weight_decay=0.1)
+
+
+def saved(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+
+def loaded(model: nn.Module, folder: Path, alone: bool = False) -> torch.optim.Optimizer:
+    """The optimizer of a model of other values, when both have loaded a checkpoint."""
+    for p in model.parameters():
+        nn.init.zeros_(p)
+    optimizer = adam(model)
+    state = saved(model, optimizer)
+    dcp.load(state, checkpoint_id=folder, no_dist=alone)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return optimizer
 
 
 def whole_batch(step: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -1,27 +1,35 @@
-"""Ops that ranks run together, against what one process computes of all that the ranks have, in float64."""
+"""Ops that ranks run together, products that they share, inputs that are still sent, and the processes themselves."""
 
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import gelu, silu
-from torch.utils._python_dispatch import TorchDispatchMode
 
+import te_fuser
 from te_fuser import ops
 from te_fuser.ops.base import Spec
 from te_fuser.ops.collectives import Collective
 from te_fuser.verify import steps
+from tests.parallel.cutting import part
 from tests.parallel.models import own
-from tests.parallel.ranks import WORLD, mesh_of, on_ranks
+from tests.parallel.ranks import WORLD, Ranks, RanksFailedError, mesh_of, on_ranks
+from tests.refused import Computed
 from tests.twins import sequential, tensor
 
 SHAPE = (4, 6, 8)
@@ -138,22 +146,10 @@ def test_what_is_in_flight_is_held(name: str) -> None:
     assert all(bool(t.isnan().all()) for t in others)
 
 
-class Called(TorchDispatchMode):
-    """The names of the operators that are called in here."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(str(func.name()))
-        return func(*args, **(kwargs or {}))
-
-
 @on_ranks
 def test_no_exchange_is_one_by_which_gloo_breaks_memory() -> None:
     """One whose name of a work has memory of its own, which two threads free (`ranks.py`): of gathers the plain one."""
-    with Called() as called:
+    with Computed() as called:
         for kind, arguments, _ in OPS.values():
             op = kind(tp(), *arguments)
             for exchange in filter(None, (op.forth, op.back)):
@@ -233,3 +229,137 @@ def test_plans_show_them() -> None:
     assert "[8, 3, 6] of each of 2 ranks (tp), cut along dimension 0, added up" in shown
     alone = sequential(ops.LayerNorm(8), ops.AllGather(ops.Group()), ops.MatMul(8, 6))
     assert "ranks" not in str(alone.explain(x, details=True))
+
+
+# ---- products that two ranks share
+
+
+@on_ranks
+def test_attributes_that_are_set_are_for_the_next_call() -> None:
+    linear = ops.Linear(8, 6, dtype=torch.float64)
+    model, x = sequential(linear), tensor(*SHAPE)
+    assert model(x).shape == (4, 6, 6)
+    linear.group = mesh_of()["tp"]
+    linear.parallel_mode = "column"
+    assert "ranks=2 (tp)" in repr(linear) and "parallel_mode='column'" in repr(linear)
+    with pytest.raises(ValueError, match=r"MatMul.*weight has shape \[6, 8\], the op was made for \[3, 8\]"):
+        model(x)
+    linear.weight = torch.nn.Parameter(part(linear.weight.detach(), 0))
+    linear.bias = torch.nn.Parameter(part(linear.bias.detach(), 0))
+    assert model(x).shape == (4, 6, 3)
+    linear.sequence_parallel = True
+    assert model(part(x, 0)).shape == (4, 6, 3)
+    linear.parallel_mode = "row"
+    with pytest.raises(ValueError, match=r"weight has shape \[3, 8\], the op was made for \[6, 4\]"):
+        model(x)
+
+
+@on_ranks
+def test_sizes_that_ranks_cannot_cut() -> None:
+    linear = ops.Linear(8, 5, dtype=torch.float64)
+    linear.group, linear.parallel_mode = ops.Group.of("Linear", dist.group.WORLD), "column"
+    model = sequential(ops.GELU(), linear)
+    with pytest.raises(ValueError, match=r"op 1 \(MatMul '1.matmul'\): MatMul: out_features=5 cannot be cut into 2"):
+        model(tensor(*SHAPE))
+
+
+# ---- inputs that a collective of PyTorch still sends
+
+
+F = 8
+
+
+def summed(x: torch.Tensor) -> torch.Tensor:
+    """The sum over ranks, under way; its gradient is that of the sum of all ranks' losses."""
+    y = functional.all_gather_tensor_autograd(x, 0, dist.group.WORLD)
+    assert isinstance(y, AsyncCollectiveTensor)
+    return y
+
+
+@pytest.mark.parametrize("plain_first", [False, True])
+@on_ranks
+def test_lists_wait_for_their_input(plain_first: bool) -> None:
+    model = sequential(ops.LayerNorm(F), ops.Linear(F, F), ops.GELU())
+    whole = tensor(2 * WORLD, F)
+    if plain_first:  # whose plan is there then
+        model(whole)
+    x = whole.detach().chunk(WORLD)[dist.get_rank()].clone().requires_grad_()
+    y, want = model(summed(x)), model(whole)
+    torch.testing.assert_close(y, want, rtol=0, atol=0)
+    dy = tensor(*y.shape, grad=False, seed=1)
+    y.backward(dy)
+    want.backward(WORLD * dy)
+    assert whole.grad is not None
+    torch.testing.assert_close(x.grad, whole.grad.chunk(WORLD)[dist.get_rank()])
+
+
+@on_ranks
+def test_named_inputs_and_single_ops_wait_too() -> None:
+    x, own = tensor(2 * WORLD, F), tensor(2, F, grad=False, seed=dist.get_rank())
+    skip = torch.cat([tensor(2, F, grad=False, seed=rank) for rank in range(WORLD)])
+    listed = te_fuser.Sequential(ops.GELU(), ops.Add("skip"))
+    torch.testing.assert_close(listed(x, skip=summed(own)), listed(x, skip=skip), rtol=0, atol=0)
+    torch.testing.assert_close(ops.GELU()(summed(own)), ops.GELU()(skip), rtol=0, atol=0)
+
+
+# ---- the processes that tests run in
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@on_ranks
+def test_ranks_know_each_other(number: int) -> None:
+    total = torch.tensor([float(number * dist.get_rank())])
+    dist.all_reduce(total)
+    assert total.item() == number and torch.get_num_threads() == 1
+
+
+@on_ranks
+def one_fails() -> None:
+    print("before", os.getpid(), flush=True)
+    if dist.get_rank() == 1:
+        raise ValueError("only here")
+    dist.barrier()
+
+
+@on_ranks
+def both_end() -> None:
+    if dist.get_rank() == 0:
+        print("the end", file=sys.stderr)
+        os._exit(3)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def gloo_threads() -> int:
+    """Number of threads that run the works of this process's groups."""
+    return sum(path.read_text().strip() == "pt_gloo_runloop" for path in Path("/proc/self/task").glob("*/comm"))
+
+
+@on_ranks
+def test_a_group_of_gloo_has_one_thread() -> None:
+    dist.barrier()  # by which its threads have begun
+    before = gloo_threads()
+    group = dist.new_group(list(range(dist.get_world_size())))
+    dist.barrier(group)
+    assert before >= 1 and gloo_threads() == before + 1
+    dist.destroy_process_group(group)
+
+
+def body_of(test: object) -> object:
+    return vars(test)["body"]
+
+
+def test_a_failure_shows_both_logs_and_leaves_no_process(ranks: Ranks) -> None:
+    """One raises while the other waits for it; the next body gets new processes, and so it goes on."""
+    with pytest.raises(RanksFailedError) as failed:
+        ranks.run(body_of(one_fails), {})
+    text = str(failed.value)
+    first, second = text.split("---- rank 1 raised")
+    assert text.startswith("one_fails failed") and "rank 0 did not answer in time" in first and "before" in first
+    assert "ValueError: only here" in second and "before" in second
+    for line in (line for line in text.splitlines() if line.startswith("before")):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(line.split()[1]), 0)
+    ranks.run(body_of(test_ranks_know_each_other), {"number": 3})
+    with pytest.raises(RanksFailedError, match=r"rank 0 ended with exit code 3, and wrote:\nthe end") as failed:
+        ranks.run(body_of(both_end), {})
+    assert "rank 1 ended by SIGTERM, and wrote:" in str(failed.value)

@@ -67,22 +67,16 @@ def preset(kind: str, *sizes: int, **keywords: Any) -> Any:
 
 CROSS = {"attention_type": "cross", "attn_mask_type": "no_mask"}
 LAYER = {"hidden_dropout": 0.2, "attention_dropout": 0.2, "drop_path_rate": 0.2}
+attention = functools.partial(preset, "MultiheadAttention", F)
+layer = functools.partial(preset, "TransformerLayer", F, INNER, **LAYER)
 MODELS: dict[str, tuple[Make, int]] = {  # with the dimension of the sequence
     "list": (listed, 0),
-    "blocked": (functools.partial(listed, "blocked"), 0),
-    "batch first": (functools.partial(listed, "blocked", "batch_first"), 1),
-    "layer": (functools.partial(preset, "TransformerLayer", F, INNER, 2, **LAYER), 0),
-    "layer bshd": (
-        functools.partial(preset, "TransformerLayer", F, INNER, 4, attn_input_format="bshd", num_gqa_groups=2, **LAYER),
-        1,
-    ),
-    "sinks": (functools.partial(preset, "MultiheadAttention", F, 4, num_gqa_groups=2, softmax_type="learnable"), 0),
-    "window": (
-        functools.partial(
-            preset, "MultiheadAttention", F, 2, window_size=(2, 0), softmax_type="off-by-one", fuse_qkv_params=True
-        ),
-        0,
-    ),
+    "blocked": (lambda: listed("blocked"), 0),
+    "batch first": (lambda: listed("blocked", "batch_first"), 1),
+    "layer": (lambda: layer(2), 0),
+    "layer bshd": (lambda: layer(4, attn_input_format="bshd", num_gqa_groups=2), 1),
+    "sinks": (lambda: attention(4, num_gqa_groups=2, softmax_type="learnable"), 0),
+    "window": (lambda: attention(2, window_size=(2, 0), softmax_type="off-by-one", fuse_qkv_params=True), 0),
 }
 
 
@@ -140,7 +134,7 @@ def test_the_order_of_transformer_engine(layout: str) -> None:
     """Two blocks for each rank; angles are those of whole sequences, of which each takes its part."""
     dim = {"sbhd": 0, "bshd": 1}[layout]
     given = {"qk_norm_type": "RMSNorm", "num_gqa_groups": 2, "attention_dropout": 0.3}
-    twin = preset("MultiheadAttention", F, 4, 4, qkv_format=layout, **given)
+    twin = attention(4, 4, qkv_format=layout, **given)
     angles = te_fuser.RotaryPositionEmbedding(4, device="cpu")(S + 1).double()
     model = copy.deepcopy(twin)
     for way in ("a2a", "p2p"):
@@ -206,7 +200,7 @@ def test_keys_of_another_sequence() -> None:
 @on_ranks
 def test_sequences_one_behind_the_other() -> None:
     """Tokens are cut, wherever sequences begin."""
-    twin = preset("MultiheadAttention", F, 2, attn_mask_type="padding_causal", qkv_format="thd")
+    twin = attention(2, attn_mask_type="padding_causal", qkv_format="thd")
     model = parallelize(copy.deepcopy(twin), context=mesh_of())
     call = {"cu_seqlens_q": torch.tensor([0, 5, 7, 11, 14], dtype=torch.int32)}
     call["rotary_pos_emb"] = te_fuser.RotaryPositionEmbedding(4, device="cpu")(16).double()
@@ -216,7 +210,7 @@ def test_sequences_one_behind_the_other() -> None:
 @on_ranks
 def test_keys_of_other_lengths() -> None:
     """Lengths are those of whole sequences, of keys that are projected with the queries, too."""
-    twin = preset("MultiheadAttention", F, 2, attn_mask_type="padding_causal")
+    twin = attention(2, attn_mask_type="padding_causal")
     model = parallelize(copy.deepcopy(twin), context=mesh_of())
     ends = [torch.tensor(t, dtype=torch.int32) for t in ([0, S, 2 * S], [0, 3, 3 + S])]
     assert_as_whole(model, twin, cu_seqlens_q=ends[0], cu_seqlens_kv=ends[1])
@@ -276,10 +270,10 @@ def test_what_cannot_be_is_said_on_all_ranks() -> None:
         ("post_scale_bias", {"core_attention_bias": torch.zeros(1)}, "a bias is of all heads"),
         ("alibi", {}, "ALiBi is of all heads"),
     ):
-        attention = parallelize(preset("MultiheadAttention", F, 2), context=mesh)
+        core = parallelize(attention(2), context=mesh)
         with pytest.raises(ValueError, match=words):
-            attention(x, core_attention_bias_type=said, **call)
-    model = preset("MultiheadAttention", F, 2)
+            core(x, core_attention_bias_type=said, **call)
+    model = attention(2)
     model.set_context_parallel_group(mesh, cp_comm_type="a2a")
     with pytest.raises(ValueError, match=r"shape \[3, 2, .* are no 2 equal blocks, which each rank has"):
         model(tensor(3, B, F))

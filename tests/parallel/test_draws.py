@@ -1,4 +1,4 @@
-"""Random draws of ranks that share a value: bit for bit those of one process that has all of it."""
+"""Random draws of ranks that share a value, bit for bit those of one process; random lists that they share."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
 
 import te_fuser
 from te_fuser import ops
@@ -23,7 +25,9 @@ from te_fuser.fusions.dot_product_attention import _Attention
 from te_fuser.fusions.match import FusionCall
 from te_fuser.ops.attention.math import kept
 from te_fuser.ops.base import walk
-from tests.parallel.ranks import WORLD, on_ranks
+from tests.needs import needs_compiler
+from tests.parallel.random_cuts import Case, cases, run
+from tests.parallel.ranks import WORLD, Ranks, on_ranks
 from tests.twins import sequential, tensor
 
 SHAPE = (4, 6, 32)
@@ -153,3 +157,28 @@ def test_a_library_draws_from_the_tracker_that_a_preset_was_given() -> None:
     (op,) = [op for op in walk(layer) if isinstance(op, ops.DotProductAttention)]
     first, second = drawn(0, op.random_state), drawn(0, op.random_state)
     assert not torch.equal(first, second), "the tracker's state goes on"
+
+
+# ---- random lists and cuts; more of them by python -m tests.parallel.random_cuts
+
+
+SETTINGS: dict[str, Any] = {
+    "database": None,
+    "derandomize": True,
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+    "print_blob": False,
+}
+
+
+@settings(max_examples=30, **SETTINGS)
+@given(case=cases())
+def test_random_lists_are_as_the_whole_ones(ranks: Ranks, case: Case) -> None:
+    run(ranks, case)
+
+
+@needs_compiler
+@settings(max_examples=5, **SETTINGS)
+@given(case=cases(copies=True))
+def test_random_lists_by_copies_are_as_the_whole_ones(ranks: Ranks, case: Case) -> None:
+    run(ranks, case)

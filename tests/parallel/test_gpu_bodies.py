@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,49 +17,40 @@ from tests.gpu.ranks import test_training as training
 from tests.gpu.ranks import test_two_dimensions as two
 from tests.parallel.ranks import on_ranks
 
+BODIES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
+    "a gated MLP": [(presets.test_presets, ("gated MLP", True))],
+    "grouped queries": [(presets.test_presets, ("layer, grouped queries", True))],
+    "training": [
+        (training.test_parallelize, (True, 0.2, True)),
+        (training.test_memory_stays_as_it_is_over_many_steps, ("FSDP2",)),
+        (training.test_replays_equal_calls, (True,)),  # which returns at once
+    ],
+    "in flight": [(in_flight.test_results_are_as_one_by_one, ("lean", cut)) for cut in (False, True)],
+    "peer products": [
+        (peer_products.test_they_equal_those_of_nccl, (torch.float32,)),
+        (peer_products.test_ten_thousand_in_a_row, ()),
+        (peer_products.test_as_the_whole_list, ("lean",)),
+        (peer_products.test_without_copies, ()),
+        (peer_products.test_by_no_multicast, ()),
+    ],
+    "regions": [(regions.test_errors_are_those_of_the_whole_model, ("delayed", "LayerNormMLP", True))],
+    "two dimensions": [
+        (two.test_fully_shard, ()),
+        (two.test_ddp, ()),
+        (two.test_sequences_that_ranks_cut, (0.2,)),
+        (two.test_activations_that_ranks_keep_together_and_second_derivatives, ()),
+    ],
+    "consistency": [(consistency.test_a_difference_and_an_error_come_to_all, ())],
+}
 
-@pytest.mark.parametrize("name", ["gated MLP", "layer, grouped queries"])
+
+@pytest.mark.parametrize("name", BODIES)
 @on_ranks
-def test_presets(name: str) -> None:
-    vars(presets.test_presets)["body"](name, True)
+def test_bodies(name: str) -> None:
+    for test, given in BODIES[name]:
+        vars(test)["body"](*given)
 
 
 @on_ranks
-def test_training(tmp_path: Path) -> None:
-    vars(training.test_parallelize)["body"](True, 0.2, True)
-    vars(training.test_memory_stays_as_it_is_over_many_steps)["body"]("FSDP2")
+def test_checkpoints(tmp_path: Path) -> None:
     vars(training.test_checkpoints)["body"](tmp_path)
-    vars(training.test_replays_equal_calls)["body"](True)  # which returns at once
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@on_ranks
-def test_in_flight(sequence_parallel: bool) -> None:
-    vars(in_flight.test_results_are_as_one_by_one)["body"]("lean", sequence_parallel)
-
-
-@on_ranks
-def test_peer_products() -> None:
-    vars(peer_products.test_they_equal_those_of_nccl)["body"](torch.float32)
-    vars(peer_products.test_ten_thousand_in_a_row)["body"]()
-    vars(peer_products.test_as_the_whole_list)["body"]("lean")
-    vars(peer_products.test_without_copies)["body"]()
-    vars(peer_products.test_by_no_multicast)["body"]()
-
-
-@on_ranks
-def test_regions() -> None:
-    vars(regions.test_errors_are_those_of_the_whole_model)["body"]("delayed", "LayerNormMLP", True)
-
-
-@on_ranks
-def test_two_dimensions() -> None:
-    vars(two.test_fully_shard)["body"]()
-    vars(two.test_ddp)["body"]()
-    vars(two.test_sequences_that_ranks_cut)["body"](0.2)
-    vars(two.test_activations_that_ranks_keep_together_and_second_derivatives)["body"]()
-
-
-@on_ranks
-def test_consistency() -> None:
-    vars(consistency.test_a_difference_and_an_error_come_to_all)["body"]()

@@ -133,8 +133,7 @@ def test_sums_that_kernels_take_are_those_of_steps_of_their_own() -> None:
                     y = model(x)
                     y.backward(part(given(*SHAPE, seed=9), 0))
                     found.append([y.detach(), x.grad, *[p.grad for p in model.parameters()]])
-            for a, b in zip(*found, strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
 @on_ranks
@@ -241,5 +240,4 @@ def test_products_of_8_bits() -> None:
                     y.backward(part(given(32, 32, seed=step + 9), 0))
             found.append([y.detach(), x.grad, *[p.grad for p in model.parameters()]])
             assert ("gather_float8_matmul" in names) == (not left_out), names
-        for a, b in zip(*found, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Models that two ranks share and two more train by `fully_shard`: four processes, a mesh of two dimensions."""
+"""Models that two ranks share and two more train by `fully_shard`, in FP8 too, and copies: four processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -29,8 +28,10 @@ from te_fuser import ops
 from te_fuser.distributed.consistency import RankMismatchError, gather_values
 from te_fuser.distributed.group import Group
 from te_fuser.parallel import cut_sequence, parallelize
-from te_fuser.recipe import DelayedScaling
-from tests.parallel.models import spread
+from te_fuser.quantization import microbatch, states
+from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
+from tests.parallel import test_peers as two
+from tests.parallel.models import adam, loaded, saved, spread
 from tests.parallel.ranks import on_ranks
 from tests.parallel.test_context import INNER, LAYER, listed, preset, run
 from tests.parallel.test_parallelize import B, F, S, gated, initialize, laid_in, llama, mlp, turns
@@ -101,10 +102,6 @@ def test_what_one_rank_raises_all_ranks_of_a_mesh_do(late: bool) -> None:
     assert model(x).shape == x.shape
 
 
-def adam(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
-
-
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, mesh: DeviceMesh | None = None) -> None:
     """Steps on a rank's samples; without a mesh on all."""
     for step in steps:
@@ -145,21 +142,6 @@ def test_training(kind: str, placed: str) -> None:
         assert isinstance(norms[0], DTensor)
         torch.testing.assert_close(norms[0].full_tensor(), norms[1])
     assert_same_gradients(parameters(model, twin), parameters(twin, twin), 1e-10)
-
-
-def saved(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-
-
-def loaded(model: nn.Module, folder: Path, alone: bool = False) -> torch.optim.Optimizer:
-    """The optimizer of a model of other values, when both have loaded a checkpoint."""
-    for p in model.parameters():
-        nn.init.zeros_(p)
-    optimizer = adam(model)
-    state = saved(model, optimizer)
-    dcp.load(state, checkpoint_id=folder, no_dist=alone)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    return optimizer
 
 
 def for_four() -> te_fuser.Sequential:
@@ -325,3 +307,87 @@ def test_sequences_and_samples() -> None:
         m(given).square().mean().backward()
     want = {name: p.grad for name, p in twin.named_parameters()}
     assert_same_gradients(whole({n: p.grad for n, p in model.named_parameters()}, twin), want, 1e-10)
+
+
+# ---- regions of FP8
+
+
+TOKENS, BATCH, STEPS = 8, 4, 3
+RECIPES: dict[str, tuple[Recipe, int]] = {  # and features, of whose parts, a rank's each, the recipe takes all
+    "delayed": (DelayedScaling(amax_history_len=2), 32),
+    "current": (Float8CurrentScaling(), 32),
+    "blocks": (Float8BlockScaling(), 256),
+}
+
+
+def wide_mlp(features: int) -> te_fuser.Sequential:
+    torch.manual_seed(0)
+    inner = 2 * features
+    layer = te_fuser.Residual(
+        ops.LayerNorm(features), ops.Linear(features, inner), ops.GELU(), ops.Linear(inner, features)
+    )
+    return te_fuser.Sequential(layer, te_fuser.LayerNormMLP(features, inner, device="cpu"))
+
+
+def trained(
+    model: Any, recipe: Recipe | None, features: int, first: bool | None, mesh: DeviceMesh | None = None
+) -> None:
+    """Steps on a rank's samples; without a mesh on all. Gradients are those of the last one."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    dtype = torch.float32 if recipe else torch.float64
+    for step in range(STEPS):
+        if step:
+            optimizer.step()
+        optimizer.zero_grad()
+        x = torch.randn(TOKENS, BATCH, features, generator=torch.Generator().manual_seed(step)).to(dtype)
+        own = x if mesh is None else x.chunk(2, 1)[mesh["dp"].get_local_rank()]
+        group = None if mesh is None else dist.group.WORLD
+        is_on = recipe is not None
+        with te_fuser.autocast(enabled=is_on, recipe=recipe, amax_reduction_group=group), microbatch(first):
+            y = model(own)
+        (y.square().sum() * (0.5 if mesh is None else 1.0)).backward()  # `fully_shard` averages over two
+
+
+def whole_gradients(model: Any, like: Any) -> dict[str, torch.Tensor]:
+    return whole({name: p.grad for name, p in model.named_parameters()}, like, model)
+
+
+@pytest.mark.parametrize(("by", "first"), [("delayed", True), ("current", None), ("blocks", True)])
+@on_ranks
+def test_training_in_regions(by: str, first: bool | None) -> None:
+    """Errors are as large as the whole model's in that region; by delayed scaling, with agreed scales, the same."""
+    (recipe, features), mesh = RECIPES[by], mesh_of()
+    twin = wide_mlp(features)
+    model = spread(te_fuser.parallelize(copy.deepcopy(twin), mesh["tp"]), mesh["dp"])
+    exact = copy.deepcopy(twin).double()
+    trained(model, recipe, features, first, mesh)
+    trained(twin, recipe, features, first)
+    trained(exact, None, features, None)
+    found, known = whole_gradients(model, twin), whole_gradients(twin, twin)
+    for name, right in whole_gradients(exact, exact).items():
+        error, usual = (float((t[name].double() - right).norm()) for t in (found, known))
+        size, apart = float(right.norm()), float((found[name] - known[name]).norm())
+        assert error <= 1.1 * usual + 0.01 * size, (name, error, usual)
+        assert 0.0 < usual < 0.2 * size, (name, usual, size)
+        if by == "delayed":
+            assert apart <= 0.005 * size, (name, apart, size)
+    if by == "delayed":
+        for (name, own), (other, theirs) in zip(*(sorted(states(m).items()) for m in (model, twin)), strict=True):
+            halves = 2.0 if name.endswith("output_gradient") else 1.0  # before the average
+            assert name == other
+            torch.testing.assert_close(own[1], halves * theirs[1], rtol=1e-4, atol=1e-6)
+
+
+# ---- exchanges by copies
+
+
+@on_ranks
+def test_many_exchanges() -> None:
+    vars(two.test_many_exchanges_of_any_size_in_any_order)["body"](60)
+
+
+@on_ranks
+def test_products() -> None:
+    for gives in (False, True):
+        vars(two.test_a_product_of_gathered_rows)["body"](gives)
+    vars(two.test_a_product_that_is_scattered)["body"]()

@@ -1,6 +1,6 @@
 """Amaxes that no region has folded when a model is saved or copied: they come along, and the next region folds them.
 
-So is what is saved inside of a region, and on one of several ranks (`tests/parallel/test_resuming.py`).
+So is what is saved inside of a region, and on one of several ranks (`tests/parallel/test_amax_allreduce.py`).
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from te_fuser.fusions import Cost, Details, fusion
 from te_fuser.ops.base import OpCall, Spec
 from te_fuser.verify import Row, VerificationError, steps
 from te_fuser.verify.fusions import FusionCheck
-from tests.test_verify import bias_relu_body, transformer_block
+from tests.test_verify import transformer_block
 from tests.twins import sequential, tensor
-from tests.verify import wrong_fusions, wrong_ops
+from tests.verify import wrong_fusions
 
 Listed = tuple[torch.nn.Module, ...]
 
@@ -82,9 +82,9 @@ def test_a_wrong_gradient_is_found_beside_a_right_one_of_the_same_name() -> None
         y = model(tensor(5, 8))
         with pytest.raises(VerificationError, match=r"gradient of bias of op 0 \(Bias '0'\)"):
             y.sum().backward()
-    for kind in (wrong_ops.SaysTwice, wrong_ops.WritesIntoSaved):
+    for kind in (wrong_fusions.SaysTwice, wrong_fusions.WritesIntoSaved):
         model = te_fuser.Sequential(ops.SiLU(), kind(), kernels="reference", verify=True)
-        with pytest.raises(VerificationError, match=wrong_ops.WRONG[kind]):
+        with pytest.raises(VerificationError, match=wrong_fusions.WRONG_OPS[kind]):
             model(torch.randn(5, 6, requires_grad=True)).sum().backward()
 
 
@@ -114,41 +114,22 @@ def test_verified_steps_in_every_dtype(dtype: torch.dtype) -> None:
     model(x).sum().backward()
 
 
-def forgets_bias(m: Any, x: torch.Tensor) -> torch.Tensor:
-    return torch.relu(x)
-
-
-def overwrites_its_input(m: Any, x: torch.Tensor) -> torch.Tensor:
-    return bias_relu_body(m, x.add_(0.0).mul_(1.5).div_(1.5))
-
-
-def sums_too_few_rows(m: Any, dy: torch.Tensor) -> Any:
-    dx = dy * (m["output"] > 0)
-    return dx, {"0.bias": dx.reshape(-1, dx.shape[-1])[1:].sum(0)}
-
-
-WRONG: list[tuple[Any, dict[str, Any], str]] = [
-    (forgets_bias, {"forward": [ops.Bias, ops.ReLU]}, "forward step 'forgets_bias' over op 1 .*ReLU"),
-    (overwrites_its_input, {"forward": [ops.Bias, ops.ReLU], "emits": ["0.output"]}, "changed its input"),
-    (
-        sums_too_few_rows,
-        {"backward": [ops.Bias, ops.ReLU], "reads": ["output"]},
-        "backward step 'sums_too_few_rows'.*gradient of bias",
-    ),
-]
-
-
-@pytest.mark.parametrize(("body", "pattern", "words"), WRONG)
-def test_step_that_is_wrong_is_named(body: Any, pattern: dict[str, Any], words: str) -> None:
-    model = te_fuser.Sequential(ops.Linear(8, 8), ops.ReLU(), kernels="reference", verify=True)
-    wrong = fusion(**pattern, cost=lambda m: Cost(seconds=0.0), details=Details(registered=False))(body)
-    x = torch.randn(3, 8)
-    with te_fuser.fusions.only(wrong), pytest.raises(VerificationError, match=words):
-        if "backward" in pattern:
-            model(x).sum().backward()
-        else:
-            with torch.no_grad():
-                model(x)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("dtype: rounds in between", "forward step 'dtype:_rounds_in_between' over op 1 .*SiLU"),
+        ("write: clamps its input", "changed its input"),
+        ("gradient: sums a row twice", "backward step 'gradient:_sums_a_row_twice'.*gradient of bias"),
+    ],
+)
+def test_step_that_is_wrong_is_named(name: str, words: str) -> None:
+    wrong, backward = wrong_fusions.WRONG[name][0], name in wrong_fusions.BACKWARD
+    behind = ops.ReLU() if backward else ops.SiLU()
+    model = te_fuser.Sequential(ops.Linear(8, 8), behind, kernels="reference", verify=True)
+    wrong = dataclasses.replace(wrong, cost=lambda m: Cost(seconds=0.0))
+    with te_fuser.fusions.only(wrong), pytest.raises(VerificationError, match=words), torch.set_grad_enabled(backward):
+        y = model(3.0 * torch.randn(3, 8))
+        y.sum().backward()
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "verify.md"
@@ -175,14 +156,14 @@ def test_a_wrong_fusion_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.usefixtures("few_rows")
 @pytest.mark.parametrize("behind", [False, True], ids=["alone", "behind another"])
-@pytest.mark.parametrize("kind", wrong_ops.WRONG)
+@pytest.mark.parametrize("kind", wrong_fusions.WRONG_OPS)
 def test_a_wrong_op_is_found(kind: type[ops.UnfusedOperation], behind: bool) -> None:
     model = te_fuser.Sequential(*([ops.SiLU()] if behind else []), kind(), kernels="reference")
-    many = kind is wrong_ops.ErrsAtManyRows
+    many = kind is wrong_fusions.ErrsAtManyRows
     x = None if many else torch.randn(5, 7, 6)
     report = te_fuser.verify(model, x, dtypes=[torch.float32] if many else None, raise_on_failure=False)
     said = [str(row) for row in report.failures]
-    assert any(re.search(wrong_ops.WRONG[kind], text) for text in said), said[:4]
+    assert any(re.search(wrong_fusions.WRONG_OPS[kind], text) for text in said), said[:4]
 
 
 def errs_above_a_million_elements(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -190,7 +171,7 @@ def errs_above_a_million_elements(m: Any, x: torch.Tensor) -> torch.Tensor:
     return y * 1.5 if x.numel() > 2_000_000 else y
 
 
-class NotTheCube(wrong_ops.Cube):
+class NotTheCube(wrong_fusions.Cube):
     """x^3, says its name; its forward and its backward agree on 2 x^3."""
 
     def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
@@ -200,7 +181,7 @@ class NotTheCube(wrong_ops.Cube):
         return 2.0 * super().op_backward(call, dy)
 
 
-class SaysTooFewBytes(wrong_ops.EmitsTheFirstRow):
+class SaysTooFewBytes(wrong_fusions.EmitsTheFirstRow):
     def emitted_bytes(self, x: Spec) -> dict[str, int]:
         return {"norm": 1}
 
@@ -222,4 +203,4 @@ def test_what_it_does_not_see_stands_in_its_page() -> None:
         assert te_fuser.verify(te_fuser.Sequential(op, kernels="reference"), torch.randn(5, 6)).passed and words in page
     assert "**Streams.**" in page and "**Two threads at once**" in page
     documented = 5  # a stream, a size, a meaning, bytes, threads
-    assert len(wrong_fusions.WRONG) + len(wrong_ops.WRONG) + documented >= 40
+    assert len(wrong_fusions.WRONG) + len(wrong_fusions.WRONG_OPS) + documented >= 40

@@ -6,7 +6,7 @@ import argparse
 import json
 import shutil
 
-from tests.versions import table
+from tests.versions import packages
 from tests.versions.environments import ENVIRONMENTS, NotMade
 from tests.versions.packages import ROOT
 
@@ -22,9 +22,9 @@ def main() -> int:
     if unknown := {*arguments.names} - {*ENVIRONMENTS}:
         parser.error(f"no environment is called {', '.join(sorted(unknown))}; there are {', '.join(ENVIRONMENTS)}")
     records = json.loads(RECORDS.read_text()) if RECORDS.exists() else {}
-    page = table.PAGE.read_text()
+    page = packages.PAGE.read_text()
     if arguments.write:
-        table.PAGE.write_text(table.written(page, records))
+        packages.PAGE.write_text(packages.written(page, records))
         return 0
     failed = []
     for name in arguments.names or ENVIRONMENTS:
@@ -40,9 +40,9 @@ def main() -> int:
             failed.append(name)
         elif arguments.remove:
             shutil.rmtree(environment.folder)
-    before, now = table.read(page), table.read(table.written(page, records))
+    before, now = packages.read(page), packages.read(packages.written(page, records))
     for package, cells in now.items():
-        print(f"{package:20}", *(f"{age} {cells.get(age, '-'):10}" for age in table.HEAD[1:]))
+        print(f"{package:20}", *(f"{age} {cells.get(age, '-'):10}" for age in packages.HEAD[1:]))
     if now != before:
         print("docs/works-with.md has other versions: ./dev versions --write")
     if failed:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from tests.versions import packages, selected
+from tests.versions import packages
 
 # Folder of this Python's packages, those of a Python below it included: site reads its .pth files, too.
 _SEES = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
@@ -65,7 +65,7 @@ class Environment:
         print(f"{self.name}: {', '.join(' '.join(pair) for pair in versions.items())}", flush=True)
         report = self.folder / "tests.xml"
         report.unlink(missing_ok=True)
-        tests = selected.of_torch() if self.kind == "torch" else selected.of_libraries()
+        tests = packages.of_torch() if self.kind == "torch" else packages.of_libraries()
         quiet = ["-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "worksteal", f"--junitxml={report}"]
         code = subprocess.run([python, "-m", "pytest", *quiet, *tests], cwd=packages.ROOT).returncode
         counts = ElementTree.parse(report).getroot()[0].attrib if report.exists() else {}

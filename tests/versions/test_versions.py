@@ -17,11 +17,11 @@ import te_fuser
 from requirements import installed
 from requirements.installed import project_table, tomllib
 from te_fuser import _native
-from tests.versions import packages, selected, table, wheel
+from tests.versions import packages, wheel
 from tests.versions.environments import ENVIRONMENTS, made, packages_of, run
 from tests.versions.packages import ROOT
 
-PAGE = table.PAGE.read_text()
+PAGE = packages.PAGE.read_text()
 
 
 def test_names_of_libraries() -> None:
@@ -34,7 +34,7 @@ def test_names_of_libraries() -> None:
 
 def test_tests_that_touch_libraries_are_taken() -> None:
     """By themselves, by a helper, by a name in a string, by a block of a document; and no others."""
-    taken = selected.of_libraries()
+    taken = packages.of_libraries()
     assert {
         "tests/convert/test_block.py",
         "tests/parallel/test_convert.py",
@@ -43,7 +43,7 @@ def test_tests_that_touch_libraries_are_taken() -> None:
         "tests/test_docs.py::test_blocks_run[docs/how-to/engines.md]",
     } <= {*taken}
     assert not [t for t in taken if t.startswith(("tests/ops", "tests/gpu", "tests/versions")) or t.endswith("docs.py")]
-    assert {"tests/ops", "tests/formula", "tests/test_works_with.py"} <= {*selected.of_torch()}
+    assert {"tests/ops", "tests/formula", "tests/test_works_with.py"} <= {*packages.of_torch()}
 
 
 def test_requirements() -> None:
@@ -60,11 +60,11 @@ def test_requirements() -> None:
 
 def test_the_page_has_the_table() -> None:
     """Its form, what is locked, and the oldest; of the newest only that it is no older than what is locked."""
-    cells = table.read(PAGE)
+    cells = packages.read(PAGE)
     assert [*cells] == [*packages.MODULES]
     for package, versions in cells.items():
         numbers = {age: Version(version) for age, version in versions.items()}
-        assert versions["locked"] == table.lock()[package]
+        assert versions["locked"] == packages.lock()[package]
         assert f"{versions['oldest']}.".startswith(f"{packages.oldest(package)}.")
         assert numbers["oldest"] <= numbers["locked"] <= numbers["newest"], "./dev versions, ./dev versions --write"
 
@@ -74,10 +74,13 @@ def record(code: int, **versions: str) -> dict[str, Any]:
 
 
 def test_the_table_is_written_by_what_passed() -> None:
-    newer = table.written(PAGE, {"torch-newest": record(0, torch="99.1.0+cpu")})
-    assert table.read(newer) == {**table.read(PAGE), "torch": {**table.read(PAGE)["torch"], "newest": "99.1.0"}}
-    assert newer.replace("99.1.0", table.read(PAGE)["torch"]["newest"]) == PAGE
-    assert table.written(PAGE, {"torch-newest": record(1, torch="99.1.0"), "torch-oldest": {"code": 1}}) == PAGE
+    newer = packages.written(PAGE, {"torch-newest": record(0, torch="99.1.0+cpu")})
+    assert packages.read(newer) == {
+        **packages.read(PAGE),
+        "torch": {**packages.read(PAGE)["torch"], "newest": "99.1.0"},
+    }
+    assert newer.replace("99.1.0", packages.read(PAGE)["torch"]["newest"]) == PAGE
+    assert packages.written(PAGE, {"torch-newest": record(1, torch="99.1.0"), "torch-oldest": {"code": 1}}) == PAGE
 
 
 SOURCES = {"pyproject.toml", "csrc/a.cpp", "te_fuser/a.py", "te_fuser/py.typed", "te_fuser/kernels/a.cu", ".ci/run"}
