@@ -1,7 +1,10 @@
-"""Keys that tell whether a call is like an earlier one."""
+"""Facts that held and may hold no more, keys of calls, and the stubs of the native module."""
 
 from __future__ import annotations
 
+import ast
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +14,8 @@ from torch.nn import Parameter
 import te_fuser
 from te_fuser import _native, ops
 from te_fuser.fuser.run.call import GuardedCall
-from te_fuser.guards import Facts
+from te_fuser.guards import Facts, still_hold
+from tests.documents import ROOT
 
 T = torch.zeros(2, 3)
 
@@ -142,3 +146,134 @@ def test_hooks_of_one_result_are_not_those_of_another() -> None:
     assert not seen
     with pytest.raises(RuntimeError, match="create_graph"):
         torch.autograd.grad(first.sum(), x, create_graph=True)
+
+
+D: dict[str, Any] = {"a": T, "b": None}
+
+
+@pytest.mark.parametrize(
+    ("held", "broken"),
+    [
+        ({"members": ((D, (T, None)),)}, {"members": ((D, (T, T)),)}),
+        ({"members": (({}, ()),)}, {"members": ((D, (T,)),)}),
+        ({"members": ((D, (T, None)),)}, {"members": ((D, (T, None, T)),)}),
+        ({"empty": ({}, {})}, {"empty": ({}, D)}),
+        ({"filled": (D,)}, {"filled": (D, {})}),
+        ({"items": (({"n": 2.0}, "n", 2), (D, "c", None))}, {"items": (({"n": 2.0}, "n", 3),)}),
+        ({"items": ((D, "b", None),)}, {"items": ((D, "c", 1),)}),
+        ({"calls": ((dict, {}), (list, []))}, {"calls": ((dict, {}), (list, [1]))}),
+        ({"pairs": (({"x": 1}, {"x": 1}),)}, {"pairs": (({"x": 1}, {"x": 2}),)}),
+    ],
+)
+def test_facts_hold_or_do_not(held: dict[str, Any], broken: dict[str, Any]) -> None:
+    assert _native.still_hold(Facts(**held))
+    assert not _native.still_hold(Facts(**broken))
+
+
+def test_what_a_fact_raises_is_raised() -> None:
+    with pytest.raises(ZeroDivisionError):
+        still_hold(Facts(calls=((lambda: 1 // 0, 1),)))
+    with pytest.raises(TypeError, match="Facts"):
+        still_hold(())  # type: ignore[arg-type]
+
+
+def test_facts_of_several_are_all_of_them() -> None:
+    both = Facts.of([Facts(empty=({},), filled=(D,)), Facts(empty=({}, {}))])
+    assert both == Facts(empty=({}, {}, {}), filled=(D,))
+    assert Facts.of([]) == Facts()
+
+
+class Owner(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = torch.nn.Linear(2, 2, bias=False)
+
+
+def _owned(owner: Owner, whether: bool = True) -> Facts:
+    fact = weakref.ref(owner), ("part",), weakref.ref(owner.part), "weight", whether
+    return Facts(owned=(fact,))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda owner: setattr(owner.part, "weight", None),
+        lambda owner: delattr(owner.part, "weight"),
+        lambda owner: setattr(owner, "part", torch.nn.Linear(2, 2)),
+        lambda owner: delattr(owner, "part"),
+    ],
+)
+def test_an_owner_has_a_parameter_until_it_or_its_module_goes(change: Callable[[Owner], None]) -> None:
+    owner = Owner()
+    facts, was = _owned(owner), owner.part
+    assert still_hold(facts) and not still_hold(_owned(owner, whether=False))
+    owner.part.weight = Parameter(torch.ones(3, 3))  # another one in its place
+    assert still_hold(facts)
+    change(owner)
+    assert not still_hold(facts)
+    del was
+
+
+def test_a_parameter_that_comes_breaks_the_fact_that_there_is_none() -> None:
+    owner = Owner()
+    facts = Facts(owned=((weakref.ref(owner), (), weakref.ref(owner), "weight", False),))
+    assert still_hold(facts)
+    owner.weight = Parameter(T)
+    assert not still_hold(facts)
+
+
+def test_facts_let_an_owner_go() -> None:
+    owner = Owner()
+    facts = _owned(owner)
+    del owner
+    assert not still_hold(facts)
+
+
+def _placed(there: dict[str, Any]) -> Facts:
+    return Facts(placed=((there, "a", there["a"], _native.tensor_place(there["a"])),))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d.update(a=Parameter(d["a"].data)),
+        lambda d: d.update(a=None),
+        lambda d: d.pop("a"),
+        lambda d: d["a"].requires_grad_(False),
+        lambda d: setattr(d["a"], "data", d["a"].data.clone()),
+        lambda d: setattr(d["a"], "data", d["a"].data.t()),
+        lambda d: setattr(d["a"], "data", d["a"].data[1:]),
+    ],
+)
+def test_a_tensor_is_in_its_place_until_it_is_moved_or_replaced(change: Callable[[dict[str, Any]], Any]) -> None:
+    there: dict[str, Any] = {"a": Parameter(torch.arange(4.0).reshape(2, 2))}
+    facts = _placed(there)
+    there["a"].data.fill_(3.0)
+    assert still_hold(facts)
+    change(there)
+    assert not still_hold(facts)
+
+
+def test_what_is_no_plain_tensor_has_no_place() -> None:
+    own = T.as_subclass(type("Own", (torch.Tensor,), {}))
+    assert _native.tensor_place(own) is None and _native.tensor_place(1) is None
+    assert not still_hold(_placed({"a": own}))
+
+
+def declared(body: list[ast.stmt]) -> set[str]:
+    """Public names of functions, classes, and annotated names."""
+    names = {node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    names |= {ast.unparse(node.target) for node in body if isinstance(node, ast.AnnAssign)}
+    return {name for name in names if not name.startswith("_")}
+
+
+def public(names: dict[str, object]) -> set[str]:
+    return {name for name in names if not name.startswith("_")}
+
+
+def test_stubs_name_the_module_and_its_classes() -> None:
+    tree = ast.parse((ROOT / "te_fuser" / "_native.pyi").read_text())
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    assert declared(tree.body) >= public(vars(_native))
+    kinds = {name: kind for name, kind in vars(_native).items() if isinstance(kind, type)}
+    assert kinds and {n: declared(classes[n].body) for n in kinds} == {n: public(vars(k)) for n, k in kinds.items()}

@@ -26,7 +26,7 @@ from te_fuser.fuser.steps.step import Step
 from te_fuser.ops.base import Gradient, OpCall
 from te_fuser.ops.operations import UnfusedOperation
 from tests.fake_cuda import Emulation, FakeDriver
-from tests.fuser.run.test_segment_memory import Memory
+from tests.fuser.run.test_segment import Memory
 from tests.needs import needs_compiler
 from tests.twins import randomize, results_and_gradients, tensor
 

@@ -1,4 +1,4 @@
-"""Opaque ops of several values: whole numbers, two steps, one tensor twice, ops by themselves, what is said wrong."""
+"""Opaque ops of several values, and what is said wrong; the hint for huge pages behind kernels."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from te_fuser import Sequential, ops
 from te_fuser.formula import split
 from te_fuser.formula.expr import Axes
+from te_fuser.fuser.steps import kernel_task
 from te_fuser.ops import op_table
 from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec, output_specs
 from te_fuser.ops.operations import UnfusedOperation
@@ -293,3 +294,35 @@ def test_reading_a_gradient_that_does_not_come() -> None:
     ours = Sequential(ops.GELU(), type("Careless", (Exported,), own)(), kernels="reference")
     with pytest.raises(KeyError, match="'d_other' is not among what this op reads"):
         ours(torch.randn(5, WIDTH, requires_grad=True)).sum().backward()
+
+
+Calls = list[tuple[int, int, int]]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    seen: Calls = []
+    monkeypatch.setattr(kernel_task, "_madvise", lambda: lambda *arguments: seen.append(arguments))
+    return seen
+
+
+def test_pages_lie_within_the_tensor(calls: Calls) -> None:
+    t = torch.empty(kernel_task.LARGE + 12345, dtype=torch.uint8)
+    kernel_task.prefer_huge_pages(t)
+    ((start, size, _),) = calls
+    assert start % 4096 == 0 and size % 4096 == 0
+    assert t.data_ptr() <= start and start + size <= t.data_ptr() + t.nbytes
+    assert size > t.nbytes - 2 * 4096
+
+
+def test_small_and_absent_tensors_are_left_alone(calls: Calls) -> None:
+    kernel_task.prefer_huge_pages(torch.empty(kernel_task.LARGE - 1, dtype=torch.uint8))
+    kernel_task.prefer_huge_pages(torch.empty(2 * kernel_task.LARGE, dtype=torch.uint8, device="meta"))
+    assert not calls
+
+
+def test_the_system_takes_the_hint() -> None:
+    t = torch.empty(kernel_task.LARGE, dtype=torch.uint8)
+    kernel_task.prefer_huge_pages(t)
+    t[0] = t[-1] = 7
+    assert t[0] == t[-1] == 7
