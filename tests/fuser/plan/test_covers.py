@@ -7,7 +7,6 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +15,8 @@ import torch
 import te_fuser
 from te_fuser import Sequential, fusion, fusions, ops
 from te_fuser.fuser.graph import builder
-from te_fuser.fuser.graph.refs import STARTED, Ref
 from te_fuser.fuser.plan import covers, kernel_cache
 from te_fuser.fuser.plan.backward_candidates import BackwardCandidates
-from te_fuser.fuser.plan.cover_steps import _over_ranks
 from te_fuser.fuser.plan.forward_candidates import ForwardCandidates
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.steps.op_tasks import FusionTask, OpTask
@@ -143,19 +140,6 @@ def test_a_fusion_that_gives_too_little_says_what_it_would_cost() -> None:
         plan = planned(share * row.seconds)
         assert [step.name for step in plan.forward] == [row.name]
         assert [r.reason for r in plan.refusals] == [why + cost]
-
-
-def test_groups_of_one_title_are_under_way_apart() -> None:
-    """Groups of two meshes, whose parameters one op has first: each waits for its own."""
-    problem: Any = SimpleNamespace(nodes=[SimpleNamespace(index=0, parameters={"weight": 0, "bias": 1})])
-    prices: Any = SimpleNamespace(problem=problem, step=lambda name, covers, *made: made[:2])
-    found: list[Ref] = []
-    for k, name in enumerate(("a", "b")):
-        (_, way), (waits, _) = _over_ranks(prices, ops.Group(name, 2, "tp"), [k])
-        (started,) = [ref for _, ref in way if ref.kind is STARTED]
-        assert started in [ref for _, ref in waits]
-        found.append(started)
-    assert len(set(found)) == 2
 
 
 X = torch.empty(64, 1, 768, device="meta", requires_grad=True)
