@@ -1,17 +1,18 @@
 """Kernels in C, and threads as they were."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from te_fuser import _native
-from tests.csrc.cpu_kernels import compile_library
+from te_fuser import _native, codegen
+from tests.c_library import compiled
 
 
 @pytest.fixture(scope="session")
-def cpu_library(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(compile_library(tmp_path_factory.mktemp("native")))
+def cpu_library() -> str:
+    return str(compiled("cpu_kernels.c", "-O2", f"-I{Path(codegen.__file__).parent / 'include'}"))
 
 
 @pytest.fixture

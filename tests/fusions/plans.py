@@ -130,14 +130,22 @@ def added(p: float | None, inner: int = 4096, **how: Any) -> Plan:
     return where(QUACK8, in_region, parts, 8192, inner, **{"other": BF16, **how})
 
 
-def quantized(device: str, weight: torch.dtype = E4M3, dtype: torch.dtype = BF16) -> Plan:
-    """Behind a norm that gives 8 bits; the weight is a named input."""
+def quantized(
+    device: str | None = "h200",
+    weight: torch.dtype = E4M3,
+    dtype: torch.dtype = BF16,
+    bias: torch.dtype | None = None,
+    kernels: str = "auto",
+) -> Plan:
+    """Behind a norm that gives 8 bits; the weight is a named input. Without a device's name, for the CPU."""
+    on = "meta" if device else "cpu"
     product = ops.QuantizedMatMul(64, 32, dtype=dtype, fast_accumulation=False)
     parts = ops.LayerNorm(64), ops.Quantize(E4M3), product, ops.Bias(32), ops.GELU()
-    x = torch.empty(16, 64, dtype=dtype, device="meta", requires_grad=True)
-    scales = {name: torch.ones((), device="meta") for name in ("scale", "input_scale", "weight_scale")}
-    model = te_fuser.Sequential(*parts).to("meta", dtype)
-    return model.plan(x, device=device, weight=torch.empty(32, 64, dtype=weight, device="meta"), **scales)
+    model = te_fuser.Sequential(*parts, kernels=kernels).to(dtype).to_empty(device=on)
+    model[3].to(bias)
+    x = torch.empty(16, 64, dtype=dtype, device=on, requires_grad=True)
+    scales = {name: torch.ones((), device=on) for name in ("scale", "input_scale", "weight_scale")}
+    return model.plan(x, device=device, weight=torch.empty(32, 64, dtype=weight, device=on), **scales)
 
 
 def summed() -> Plan:

@@ -16,6 +16,7 @@ from te_fuser.ops import GELU, Linear
 from te_fuser.ops.base import FusableOperation
 from tests import fake_cublaslt, fake_cuda
 from tests.fake_cublaslt import FakeCublasLt
+from tests.plans.models import autocast
 
 
 def plan(
@@ -57,17 +58,9 @@ def free(fusion: Fusion) -> Fusion:
     return dataclasses.replace(fusion, cost=lambda m: Cost(seconds=0.0))
 
 
-@contextlib.contextmanager
-def autocast_on_cuda() -> Iterator[None]:
+def autocast_on_cuda() -> contextlib.AbstractContextManager[None]:
     """torch.autocast("cuda", torch.bfloat16), which torch turns off where it sees no GPU."""
-    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    torch.set_autocast_enabled("cuda", True)
-    torch.set_autocast_dtype("cuda", torch.bfloat16)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled("cuda", before[0])
-        torch.set_autocast_dtype("cuda", before[1])
+    return autocast(torch.bfloat16, "cuda")
 
 
 @contextlib.contextmanager

@@ -1,10 +1,12 @@
-"""Plans that passes change: exchanges between ranks, 8 bits in other layouts, scales of a call, ends of segments."""
+"""Plans that passes change: exchanges between ranks, 8 bits in other layouts, scales of a call; and what is shown."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,15 +17,16 @@ from te_fuser import fusions, ops
 from te_fuser.distributed.group import Group
 from te_fuser.fuser import pipeline
 from te_fuser.fuser.plan import segmenting
-from te_fuser.fuser.plan.device import DEVICES
+from te_fuser.fuser.plan.device import DEVICES, Device, device_of
 from te_fuser.fuser.plan.plan import Plan
+from te_fuser.fuser.show.step_rows import gains
 from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, QParams, Recipe
 from tests.float8 import models
 from tests.fusions.products import autocast_on_cuda
 from tests.plans.models import BF16, attention_branch, llama, mlp_branch
 
 Parts = Sequence[torch.nn.Module]
-Made = Callable[[], Plan]
+Made = Callable[[], Plan | str]  # a plan, or a text about one
 HIDDEN, HEADS = 4096, 32
 BLOCKS, CURRENT, DELAYED = Float8BlockScaling(), Float8CurrentScaling(), DelayedScaling()
 ANY_SCALES = Float8BlockScaling(
@@ -235,6 +238,96 @@ def ended(residual: bool, recipe: Recipe | None, training: bool = True) -> Plan:
     return planned(branches if residual else lambda: [*narrow(), *narrow()], (256, 64), recipe, frozen=frozen)
 
 
+# --------------------------------------------------------------------------------------------------- what is shown
+
+
+def turned(**layout: Any) -> te_fuser.Residual:
+    """Rotation and attention whose dimensions could be misread."""
+    attention = ops.DotProductAttention(4, 4, kv_heads=2, **{"mask": "none", "layout": "sequence_first", **layout})
+    return te_fuser.Residual(ops.Linear(16, 32), ops.RotaryEmbedding(4, heads=4, kv_heads=2, **layout), attention)
+
+
+def explained(*parts: torch.nn.Module, shape: tuple[int, ...] = (6, 3, 16), **how: Any) -> str:
+    """Text for a list that runs by PyTorch's operations."""
+    model = te_fuser.Sequential(*parts, kernels="reference")
+    return str(model.explain(torch.zeros(shape, requires_grad=True), **{"details": True, **how}))
+
+
+class Own(te_fuser.Sequential):
+    """A list with a call of its own."""
+
+    def forward(self, x: torch.Tensor, **inputs: Any) -> Any:
+        return super().forward(x, **inputs)
+
+
+def hooked(op: torch.nn.Module) -> torch.nn.Module:
+    op.register_forward_hook(lambda *_: None)
+    return op
+
+
+def by_themselves() -> list[torch.nn.Module]:
+    """Modules that no plan has, each for a reason of its own."""
+    plain = te_fuser.Residual(torch.nn.Linear(16, 16), torch.nn.GELU())
+    return [torch.nn.BatchNorm1d(3), ops.LayerNorm(16), plain, ops.ReLU(), Own(ops.GELU()), hooked(ops.Linear(16, 16))]
+
+
+def passes_in(region: contextlib.AbstractContextManager[Any]) -> str:
+    """What each pass did there."""
+    with region:
+        return explained(*mlp8(), shape=(64, IN), passes=True)
+
+
+def gained(recipe: Recipe | None, device: str = "h200") -> str:
+    """What products gain by 8 bits, and lose where they are emulated."""
+    with torch.device("meta"):
+        parts = te_fuser.LayerNormMLP(4096, 16384), te_fuser.Linear(4096, 100)
+        model = te_fuser.Sequential(*parts).bfloat16()
+    x = torch.empty(8192, 4096, dtype=BF16, device="meta", requires_grad=True)
+    with te_fuser.autocast(enabled=recipe is not None, recipe=recipe):
+        text = str(explanation := model.explain(x, device=device, details=True))
+    shown = re.findall(r"^Products in 8 bits.*?(?=\n\n)", text, re.DOTALL | re.MULTILINE)
+    return "\n".join([*map(str, gains(explanation.plans[0])), *shown])
+
+
+# ---------------------------------------------------------------------------------------------- devices at hand
+
+KNOWN = (
+    *("NVIDIA H200", "NVIDIA H200 NVL", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA B200"),
+    *("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe", "NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"),
+    *("A100-SXM4-40GB", "NVIDIA A10", "NVIDIA L4", "NVIDIA L40", "NVIDIA L40S"),
+)
+# Name, capability, multiprocessors, memory clock (kHz), memory width (bits); by the vendors 600, 192, 1008, 2039, 4023,
+# 8184, 419 and 1792 GB/s, and for the RTX 4090 165.2 TFLOP/s that add up in float32.
+OTHERS: tuple[tuple[str, tuple[int, int], int, int, int], ...] = (
+    ("NVIDIA A10G", (8, 6), 80, 6251000, 384),
+    ("NVIDIA RTX A1000", (8, 6), 18, 6001000, 128),
+    ("NVIDIA GeForce RTX 4090", (8, 9), 128, 10501000, 384),
+    ("NVIDIA A800-SXM4-80GB", (8, 0), 108, 1593000, 5120),
+    ("NVIDIA GH200 480GB", (9, 0), 132, 2619000, 6144),
+    ("NVIDIA B300 SXM6 AC", (10, 3), 148, 3996000, 8192),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", (9, 0), 16, 2619000, 640),
+    ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", (12, 0), 188, 14001000, 512),
+    ("NVIDIA of an unread clock", (8, 6), 132, 0, 128),
+)
+
+
+def at_hand(name: str, capability: tuple[int, int] = (9, 0), count: int = 132, **memory: int) -> Device:
+    """The roofline of a GPU with this name and these properties, on a machine that has none."""
+    major, minor = capability
+    found = SimpleNamespace(name=name, major=major, minor=minor, multi_processor_count=count, **memory)
+    read = {"get_device_name": lambda device: name, "get_device_properties": lambda device: found}
+    with mock.patch.multiple(torch.cuda, **read):
+        return device_of(torch.device("cuda", 0))
+
+
+def devices() -> str:
+    """Known by whole words of their names, read, and estimated by the nearest that is known."""
+    found = [at_hand(name) for name in KNOWN]
+    found += [at_hand(*how, memory_clock_rate=clock, memory_bus_width=width) for *how, clock, width in OTHERS]
+    nearest = (7, 5), (8, 6), (8, 7), (9, 0), (10, 3), (11, 0), (12, 0)
+    return "\n".join(map(str, [*found, *(at_hand("NVIDIA Something", capability) for capability in nearest)]))
+
+
 HEADS_4 = ops.HeadNorm(64, heads=4, norm="L2Normalization")
 PASSES: Mapping[str, Made | Sequence[Made]] = {
     **{f"exchanges of {n} ranks": lambda n=n: exchanging(n) for n in (1, 2, 4, 8)},
@@ -287,6 +380,30 @@ PASSES: Mapping[str, Made | Sequence[Made]] = {
         for major, minor in ((9, 0), (10, 3))
     },
     "transposed, a layer": layer8,
+    "shown layouts": (
+        lambda: explained(turned(), turned(), shape=(2, 7, 16)),
+        lambda: explained(turned(layout="batch_first", packing="blocked"), shape=(2, 7, 16)),
+    ),
+    "shown by themselves": (
+        lambda: explained(*by_themselves()),
+        lambda: explained(torch.nn.LayerNorm(16), torch.nn.Linear(16, 16)),
+    ),
+    "shown passes": (
+        lambda: passes_in(torch.autocast("cpu", torch.bfloat16)),
+        lambda: passes_in(te_fuser.autocast(recipe=CURRENT)),
+    ),
+    "shown gains of 8 bits": tuple(
+        lambda given=given: gained(*given)
+        for given in (
+            (DELAYED,),
+            (DelayedScaling(override_linear_precision=(False, False, True)),),
+            (BLOCKS, "b200"),
+            (BLOCKS,),
+            (DELAYED, "cpu"),
+            (None,),
+        )
+    ),
+    "devices at hand": devices,
     "segments of branches": lambda: in_many_segments(True, ended, True, DELAYED),
     "segments outside of regions": tuple(
         lambda ranks=ranks: in_many_segments(ranks, ended, True, None) for ranks in (False, True)

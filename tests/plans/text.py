@@ -31,9 +31,9 @@ def plans_of(case: Case, device: Device, memory: str) -> list[Plan]:
 
 def text_of_passes(made: Made | Sequence[Made]) -> str:
     """Plans that passes change, for one device and one choice of memory."""
-    plans = [make() for make in (made if isinstance(made, Sequence) else [made])]
-    parts = ["\n".join(line.rstrip() for line in plan_lines(plan)) for plan in plans]
-    return "\n====\n".join(parts) + "\n"
+    found = [make() for make in (made if isinstance(made, Sequence) else [made])]
+    texts = [one.splitlines() if isinstance(one, str) else plan_lines(one) for one in found]
+    return "\n====\n".join("\n".join(line.rstrip() for line in lines) for lines in texts) + "\n"
 
 
 def text_of(case: Case) -> str:

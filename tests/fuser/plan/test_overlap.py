@@ -29,7 +29,6 @@ from te_fuser.fuser.steps.step import Step
 from te_fuser.kernels import peers
 from tests.plans.passes import Branches, exchanging, gpt_branches, group, llama_branches, of_ranks, tied
 
-
 H200 = DEVICES["h200"]
 
 

@@ -9,17 +9,12 @@ import pytest
 import torch
 
 import te_fuser
-import te_fuser as te
 from te_fuser import Residual, Sequential, ops
-from te_fuser.fuser import pipeline
 from te_fuser.fuser.graph.passes import PassRecord
 from te_fuser.fuser.pipeline import Fuser
-from te_fuser.fuser.plan.device import DEVICES
-from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.show import measure
 from te_fuser.fuser.show.measure import measured_run
-from te_fuser.fuser.show.step_rows import gains, step_rows
-from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Recipe
+from te_fuser.fuser.show.step_rows import step_rows
 
 
 def mlp(**options: Any) -> te_fuser.Sequential:
@@ -147,69 +142,6 @@ def test_without_an_input_it_says_what_to_do() -> None:
         mlp().explain(details=True)
 
 
-def test_which_dimension_is_which_is_told_with_its_size() -> None:
-    """Layouts and packings that could be misread are printed; equal ones once."""
-
-    def block(**layout: Any) -> te_fuser.Residual:
-        return te_fuser.Residual(
-            ops.Linear(16, 32), ops.RotaryEmbedding(4, heads=4, kv_heads=2, **layout),
-            ops.DotProductAttention(4, 4, kv_heads=2, **{"mask": "none", "layout": "sequence_first", **layout}),
-        )  # fmt: skip
-
-    x = torch.randn(2, 7, 16)
-    text = " ".join(str(te_fuser.Sequential(block(), block(), kernels="reference").explain(x, details=True)).split())
-    assert (
-        "Layout: RotaryEmbedding 0.1 and 3 others like it read [sequence 2, batch 7, features 32] "
-        "(layout='sequence_first'), features as 2 x [2 queries, a key, a value] of 4 (packing='interleaved')"
-    ) in text
-    page = te_fuser.Sequential(block(), kernels="reference").explain(x)._repr_html_()
-    assert "Layout: RotaryEmbedding 0.1 and 1 other like it read [sequence 2, batch 7, features 32]" in page
-    other = te_fuser.Sequential(block(layout="batch_first", packing="blocked"), kernels="reference")
-    assert (
-        "[batch 2, sequence 7, features 32] (layout='batch_first'), features as [4 queries | 2 keys | 2 values] of 4 "
-        "(packing='blocked')"
-    ) in " ".join(str(other.explain(x, details=True)).split())
-    assert "Layout" not in str(mlp().explain(sample(), details=True))
-
-
-class Own(te_fuser.Sequential):
-    """A list with a call of its own."""
-
-    def forward(self, x: torch.Tensor, **inputs: Any) -> Any:
-        return super().forward(x, **inputs)
-
-
-@pytest.mark.parametrize("measure", [False, True])
-def test_what_runs_by_itself_is_named_in_its_place_with_the_reason(measure: bool) -> None:
-    hooked = ops.Linear(16, 16)
-    hooked.register_forward_hook(lambda *_: None)
-    model = te_fuser.Sequential(
-        torch.nn.BatchNorm1d(3),
-        ops.LayerNorm(16),
-        te_fuser.Residual(torch.nn.Linear(16, 16), torch.nn.GELU()),
-        ops.ReLU(),
-        Own(ops.GELU()),
-        hooked,
-        kernels="reference",
-    )
-    text = str(model.explain(sample(), measure=measure, details=True))
-    assert max(map(len, text.splitlines())) <= 110
-    said, first = " ".join(text.split()), "By itself, fused with nothing:"
-    convert = "no op; te_fuser.from_torch(module) makes"
-    wanted = (
-        f"{first} 0 (BatchNorm1d): {convert} none of it: te_fuser has no op for it Plan 1 of 2: 2 ops",
-        f"{first} 2.0 (Linear), 2.1 (GELU): {convert} ops of it, with its parameters Plan 2 of 2: 2 ops",
-        f"{first} 4 (Own): a call of its own {first} 5 (Linear): hooks of its own",
-    )
-    assert said.startswith(wanted[0]) and wanted[1] in said and said.endswith(wanted[2])
-
-
-def test_a_list_of_plain_modules_alone_is_explained() -> None:
-    model = te_fuser.Sequential(torch.nn.LayerNorm(16), torch.nn.Linear(16, 16))
-    explanation = model.explain(sample(), details=True)
-    assert not explanation.plans and "0 (LayerNorm), 1 (Linear): no op; te_fuser.from_torch(module)" in str(explanation)
-
-
 class MadeUpTime:
     """A clock that goes on by 1 ms whenever it is read, and by what is slept; a busy machine changes nothing."""
 
@@ -307,32 +239,6 @@ def test_pass_record_added_removed_changed_moved() -> None:
     assert (same.added, same.removed, same.changed, same.moved) == ([], [], [], False)
 
 
-def test_explain_passes_are_all_there_in_their_order() -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = mlp_8().explain(torch.randn(6, 16, requires_grad=True), passes=True, details=True)
-    (records,) = found.passes
-    assert [r.name for r in records] == ["list", *pipeline.LIST_PASSES, "cover", *pipeline.PLAN_PASSES]
-    (cast,) = (r for r in records if r.name == "autocast")
-    assert "MatMul '0.1.matmul'; reads weight in bfloat16" in cast.added and "MatMul '0.1.matmul'" in cast.removed
-    text = str(found)
-    assert "Passes\n" in text and "+ MatMul '0.1.matmul'; reads weight in bfloat16" in text
-    (plan,), (makers,) = found.plans, found.makers
-    assert [maker for _, maker in makers] == ["cover"] * len(plan.steps)
-    assert f"Steps made by: cover {len(plan.steps)}" in text
-
-
-def test_explain_passes_names_what_surrounds_a_call_and_who_made_a_step() -> None:
-    recipe = te_fuser.recipe.Float8CurrentScaling()
-    with te_fuser.autocast(recipe=recipe):
-        found = mlp_8().explain(torch.randn(64, 16, requires_grad=True), passes=True, details=True)
-    (records,), (makers,) = found.passes, found.makers
-    around = records[len(pipeline.LIST_PASSES) + 1]
-    assert around.over == "ops" and any("Quantize" in text for text in around.added)
-    texts = [text for text, _ in records[-1].after]
-    assert [text for text, _ in makers] == texts
-    assert "cover" in {maker for _, maker in makers} <= {"cover", *pipeline.PLAN_PASSES}
-
-
 @pytest.mark.parametrize("measure", [False, True])
 def test_explain_passes_of_several_plans(measure: bool) -> None:
     model = Sequential(ops.LayerNorm(16), torch.nn.Identity(), *mlp_8())
@@ -341,50 +247,3 @@ def test_explain_passes_of_several_plans(measure: bool) -> None:
     assert len(found.passes) == len(found.plans) == 2
     assert str(found).count("\nPasses\n") == 2
     assert "Passes" not in str(model.explain(x, measure=measure, details=True))
-
-
-# -------------------------------------------------------------------------------- what products of 8 bits gain
-
-
-ROWS, F, FFN = 8192, 4096, 16384
-
-
-def explained(recipe: Recipe | None, device: str, odd: bool = False) -> tuple[str, Plan]:
-    with torch.device("meta"):
-        model = te.Sequential(te.LayerNormMLP(F, FFN), *([te.Linear(F, 100)] if odd else [])).bfloat16()
-        x = torch.empty(ROWS, F, dtype=torch.bfloat16, requires_grad=True)
-    with te.autocast(enabled=recipe is not None, recipe=recipe):
-        found = model.explain(x, device=device, details=True)
-    return str(found), found.plans[0]
-
-
-def test_they_are_the_steps_of_the_products_beside_these_alone() -> None:
-    said, plan = explained(DelayedScaling(), "h200", odd=True)
-    first, second = gains(plan)
-    assert (first.path, second.path) == ("0.1", "0.4") and first.dtype == second.dtype == "bfloat16"
-    alone = 3 * (2.0 * ROWS * F * FFN / DEVICES["h200"].matrix_rate["bfloat16"] + 4e-6)
-    assert first.own_seconds == pytest.approx(alone) and second.own_seconds == pytest.approx(alone)
-    of = [s.seconds for s in plan.steps if s.cost.flops and (s.cost.dtype or "").startswith("float8")]
-    assert len(of) == 6 and first.seconds + second.seconds == pytest.approx(sum(of))
-    assert first.own_seconds > 1.8 * first.seconds
-    line = next(line.split() for line in said.splitlines() if line.split()[:1] == ["together"])
-    assert float(line[3]) == pytest.approx(1e3 * (2 * alone - sum(of)), abs=2e-3)
-    assert max(map(len, said.splitlines())) <= 110
-
-
-def test_products_that_stay_gain_nothing() -> None:
-    _, plan = explained(DelayedScaling(override_linear_precision=(False, False, True)), "h200")
-    _, whole = explained(DelayedScaling(), "h200")
-    assert gains(plan)[0].seconds > 1.3 * gains(whole)[0].seconds  # dW in bfloat16 is among them
-    assert gains(plan)[0].own_seconds == gains(whole)[0].own_seconds
-    said, plan = explained(None, "h200")
-    assert gains(plan) == [] and "Products in 8 bits" not in said
-
-
-def test_what_is_emulated_loses() -> None:
-    _, plan = explained(Float8BlockScaling(), "b200")
-    assert all(gain.seconds > gain.own_seconds for gain in gains(plan))
-    _, plan = explained(Float8BlockScaling(), "h200")
-    assert all(gain.seconds < gain.own_seconds for gain in gains(plan))
-    _, plan = explained(DelayedScaling(), "cpu")
-    assert all(gain.seconds > gain.own_seconds for gain in gains(plan))

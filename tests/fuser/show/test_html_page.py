@@ -136,6 +136,7 @@ def test_reasons_tensors_and_ops_are_all_there() -> None:
     assert {repr(node.op) for node in plan.graph.nodes} <= words
     kept = [k for k in plan.kept if k.owner == "activation" and k.bytes]
     assert {k.ref.label(plan.graph) for k in kept} <= words and kept
+    assert any(word.startswith("Layout: DotProductAttention") for word in words)
 
 
 def test_the_curve_of_memory_ends_where_it_began() -> None:
