@@ -18,7 +18,7 @@ from te_fuser.ops.base import Gradient, OpCall
 from te_fuser.ops.operations import UnfusedOperation
 from tests.forms import HalfProduct, TwoForms
 from tests.fusions.products import reasons
-from tests.fusions.registered import FREE, X, declared, mlp
+from tests.fusions.registered import FREE, X, declared
 from tests.needs import needs_compiler
 from tests.refused import refused
 from tests.twins import sequential, tensor
@@ -239,82 +239,6 @@ def test_a_backward_takes_the_gradient_of_a_named_value(pair_model: tuple[Sequen
 
 NAN, INF = float("nan"), float("inf")
 
-DECLARED_WRONG = {
-    "no_pattern": ({}, "exactly one of forward=, backward=, joint=, got none"),
-    "two_patterns": ({"forward": [ops.GELU], "backward": [ops.GELU]}, r"got \['forward', 'backward'\]"),
-    "joint_function": ({"joint": [ops.GELU]},
-     "'mine': a joint fusion is a class with static methods forward and backward"),
-    "reads_in_forward": ({"forward": [ops.GELU], "reads": ["input"]},
-     "a forward fusion has no reads; that is for backward, joint"),
-    "emits_in_backward": ({"backward": [ops.GELU], "emits": ["0.output"]}, "a backward fusion has no emits"),
-    "saves_in_forward": ({"forward": [ops.GELU], "saves": ["a"]}, "a forward fusion has no saves; that is for joint"),
-    "emits_a_word": ({"forward": [ops.GELU], "emits": ["mean"]}, "emits names values inside the match, .*got 'mean'"),
-    "emits_beyond_its_pattern": ({"forward": [ops.MatMul, fusions.Optional(ops.Bias),
-     fusions.OneOf(ops.GELU, ops.ReLU)], "emits": ["3.output"]},
-     r"fusion 'mine': emits '3.output', and its pattern has at most 3 ops, counted from 0"),
-    "a_node_that_waits": ({"backward": [ops.GELU], "gradients": [Gradient(("input",), (), "start", wait="end")]},
-     "a node of a fusion is one step of its backward: only an op's gradient may start something"),
-    "a_node_that_is_delayed": ({"backward": [ops.GELU],
-     "gradients": [Gradient(("input",), (), "input_gradient", delayed=True)]},
-     "only an op's gradient may start something and wait for it later, or be delayed"),
-    "reads_a_word": ({"backward": [ops.GELU], "reads": ["inpt"]},
-     r"fusion 'mine': reads 'inpt', which is none of its names \('input', 'output', '0.weight'\)"),
-    "takes_beyond_its_pattern": ({"forward": [ops.MatMul], "takes": ["input", "1.weight"]},
-     "fusion 'mine': takes '1.weight', and its pattern has at most 1 ops"),
-    "takes_of_backward": ({"forward": [ops.GELU], "takes": ["dy"]}, "takes 'dy', which is none of its names"),
-    "takes_what_it_does_not_read": ({"backward": [ops.GELU], "takes": ["dy", "input"]},
-     r"takes 'input', which is none of its names \('dy', '0.weight'\); name it in reads"),
-    "gives_without_takes": ({"backward": [ops.Bias], "gives": ["input", "0.bias"]},
-     "gives names what a plain function of tensors returns: name its arguments in takes"),
-    "gradients_of_a_function": ({"backward": [ops.GELU], "gradients": [Gradient(("input",), (), "apart")]},
-     "it decorates a class with a static method 'apart', as its gradients say"),
-    "saved_bytes_in_forward": ({"forward": [ops.GELU], "saved_bytes": dict}, "a forward fusion has no saved_bytes"),
-    "name_taken": ({"forward": [ops.GELU], "name": "matmul_bias"},
-     r"'matmul_bias' is registered; unregister\('matmul_bias'\)"),
-    "name_of_the_kernel": ({"forward": [ops.GELU], "name": "stretch"}, "a fusion named 'stretch' is registered"),
-    "forward_ops_of_forward": ({"forward": [ops.SiLU], "forward_ops": 1},
-     "forward_ops is a number of ops of a joint fusion.* got 1 for a forward one"),
-    "forward_ops_below_none": ({"joint": [ops.SiLU], "forward_ops": -1}, "got -1 for a joint one"),
-    "forward_ops_of_text": ({"joint": [ops.GELU], "forward_ops": "1"},
-     "forward_ops is a number of ops of a joint fusion, or a slice of them, got '1'"),
-    "backward_ops_in_steps": ({"joint": [ops.SiLU, ops.Bias], "backward_ops": slice(None, None, 2)},
-     "backward_ops is a number of ops.* got slice"),
-    "backward_ops_of_backward": ({"backward": [ops.SiLU, ops.Bias], "backward_ops": slice(1)},
-     "backward_ops is a number of ops.* for a backward one"),
-    "gradients_in_forward": ({"forward": [ops.MatMul], "gradients": [Gradient(("input",), (), "dx")]},
-     "a forward fusion has no gradients; that is for backward"),
-    "dtypes_of_gradients_in_forward": ({"forward": [ops.SiLU], "takes_gradients_in": (torch.float16,)},
-     "a forward fusion has no takes_gradients_in; that is for backward, joint"),
-}  # fmt: skip
-# And of another type.
-OF_ANOTHER_TYPE = {
-    "dtypes": ({"forward": None, "backward": [ops.SiLU], "takes_gradients_in": ("float16",)},
-     "takes_gradients_in are dtypes, got 'float16'"),
-    "gradients": ({"forward": None, "backward": [ops.GELU], "gradients": ["input"]},
-     r"gradients are ops.base.Gradient\(produces, reads, method\), got \['input'\]"),
-    "one name": ({"emits": "0.output"}, r"emits is a sequence of names, got '0.output'; write \('0.output',\)"),
-    "keyword": ({"emit": ["0.output"]}, r"fusion\(\) got an unexpected keyword argument 'emit'"),
-    "when": ({"when": True}, "fusion: when is a function of the match, got True; write a lambda"),
-    "cost": ({"cost": Cost(seconds=1.0)}, r"fusion: cost is a function of the match, got Cost\(read"),
-    "choose": ({"choose": 3, "takes": ["input"]}, "fusion: choose is a function of the match, got 3"),
-    "details": ({"details": {"registered": False}}, r"details is fusions.Details\(...\), got {'registered': False}"),
-    "a kind": ({"forward": ops.GELU}, r"a pattern is a list of kinds of ops, got .*GELU.*; write \[...\] around it"),
-    "name": ({"name": 3}, "a fusion has a name: give a text as name=, or a function or class to decorate, got 3"),
-    "nothing": ({"body": None}, "fusion 'mine': a forward fusion decorates a function, got None"),
-    "a class": ({"body": dict}, "fusion 'mine': a forward fusion decorates a function, got <class 'dict'>"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", [*DECLARED_WRONG, *OF_ANOTHER_TYPE])
-def test_declaration_that_is_wrong_is_refused(name):
-    of_type = name in OF_ANOTHER_TYPE
-    options, words = (OF_ANOTHER_TYPE if of_type else DECLARED_WRONG)[name]
-    options = {"name": "mine", "body": len, **({"forward": [ops.GELU]} if of_type else {}), **options}
-    body, declare = options.pop("body"), te_fuser.fusion if "details" in options else declared
-    with pytest.raises(TypeError if of_type else ValueError, match=words):
-        declare(**options)(body)
-    assert "mine" not in fusions.names()
-
 
 class Both:
     """A body that gives what it is given."""
@@ -340,61 +264,6 @@ def test_cost_of_a_number_that_is_none_is_refused_before_anything_runs(number):
         model = sequential(ops.GELU(), ops.SiLU())
         with fusions.only(mine):
             refused(TypeError, [why], lambda model=model: model(X))
-
-
-def lie(x, weight):
-    return (x @ weight.t())[:, :4]
-
-
-def backward_of(pattern, body, **options):
-    return {"backward": pattern, "body": lambda m, dy: body(m, dy), **options}
-
-
-BIAS_GELU = [ops.Bias, ops.GELU]
-# Fault when plans are made, or in a call and its backward -> the declaration, the error, and its words.
-RUN_WRONG = {
-    "cost is a number": ({"cost": lambda m: 3.0}, TypeError,
-     r"its `cost` gives float, not a Cost; write Cost\(seconds=3.0\)"),
-    "cost is a text": ({"cost": lambda m: "1 us"}, TypeError, "its `cost` gives str, not a Cost; write fusions.Cost"),
-    "cost fails": ({"cost": lambda m: m.rows}, RuntimeError, "its `cost` failed, AttributeError"),
-    "choice is a number": ({"takes": ["input"], "choose": lambda m, method: 3}, TypeError,
-     "its `choose` gives 3, not a function or a Body of one"),
-    "choice is of nothing": ({"takes": ["input"], "choose": lambda m, method: fusions.Body(None)}, TypeError,
-     "its `choose` gives None"),
-    "choice fails": ({"takes": ["input"], "choose": lambda m, method: {}[method]}, RuntimeError,
-     r"its `choose` failed, KeyError\('forward'\)"),
-    "condition fails": ({"when": lambda m: m[0].no_such_thing > 0}, RuntimeError,
-     "its condition `when` failed, AttributeError.*no_such_thing"),
-    "another shape": ({"forward": [ops.MatMul], "takes": ("input", "0.weight"), "body": lie}, ValueError,
-     r"over op 1 .*: mat_mul.output is float64 \[6, 4\] cpu, the plan says float64"),
-    "no tensor": ({"body": lambda m, x: None}, TypeError, "over op 3 .*must return a tensor, got NoneType"),
-    "not emitted": ({"forward": BIAS_GELU, "emits": ["0.output"], "body": lambda m, x: F.gelu(x + m[0].bias)},
-     RuntimeError, r"over op 2 .*, op 3 .* declares '0.output' but did not emit it"),
-    "no stream": ({"forward": BIAS_GELU, "emits": ["0.output"], "body": lambda m, x: m.random(0)}, KeyError,
-     r"op 0 of the match draws nothing as it is now; ask m\[0\].op.draws\(\) first"),
-    "reads what is not there": (backward_of([ops.Bias], lambda m, dy: dy, reads=["0.wieght"]), ValueError,
-     "'0.wieght' names nothing in its match; use \"input\""),
-    "reads what it does not say": (backward_of([ops.GELU], lambda m, dy: dy * m["input"]), KeyError,
-     "'input' is not declared in reads, emits or saves"),
-    "too few gradients": (backward_of(BIAS_GELU, lambda m, dy: dy), RuntimeError,
-     r"over op 2 .*: its backward gave no gradient for '0.bias'"),
-    "gradients without names": (backward_of(BIAS_GELU, lambda m, dy: (dy, dy.sum(0))), TypeError,
-     r"over op 2 .*must return dx, or \(dx, {name: gradient}\), got \(T"),
-    "three of them": (backward_of(BIAS_GELU, lambda m, dy: (dy, {}, dy)), TypeError,
-     r"over op 2 .*must return dx, or \(dx, {name: gradient}\), got \(T"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", RUN_WRONG)
-def test_fusion_that_breaks_its_word_is_named(name):
-    options, error, words = RUN_WRONG[name]
-    given = {"body": F.gelu, "name": "mine", **({} if "backward" in options else {"forward": [ops.GELU]}), **FREE}
-    given |= options
-    body = given.pop("body")
-    declared(**given)(body)
-    named = "" if error is KeyError else "fusion 'mine'"
-    with pytest.raises(error, match=f"{named}.*{words}"):
-        mlp()(X).sum().backward()
 
 
 def test_how_many_ops_is_not_known_of_repeated_parts_and_fused_operations():

@@ -14,8 +14,7 @@ import torch
 
 from te_fuser.fuser.show.explain import Explanation
 from tests.plans.models import CASES
-from tests.plans.passes import PASSES
-from tests.plans.test_plans import FOLDER, file_of
+from tests.plans.test_plans import FOLDER, OTHERS, file_of
 from tests.plans.text import DEVICES, plans_of, text_of, text_of_passes
 from tests.settings import settle
 
@@ -34,7 +33,7 @@ def main() -> None:
                 file_of(f"{name} on {device.name}", folder).write_text(text)
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as empty:
         settle(patch, "avx512", Path(empty))
-        for name, made in PASSES.items():
+        for name, made in OTHERS.items():
             file_of(name, folder).write_text(text_of_passes(made))
 
 

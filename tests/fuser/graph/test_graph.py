@@ -139,53 +139,6 @@ def test_an_op_without_a_meaning():
         sequential(ops.GELU(), Nothing())(X)
 
 
-@pytest.mark.parametrize(
-    ("what", "declared", "words"),
-    [
-        ("reads", {"reads": ("inptu",)}, "its backward reads 'inptu', which is none of extra, input, output"),
-        ("emits", {"reads": ("extra",), "emits": ()}, "its backward reads 'extra', which is none of input, output"),
-        (
-            "produces",
-            {"gradients": lambda self, names: (ops.base.Gradient(("wight",), (), "f"),)},
-            "its backward produces 'wight'",
-        ),
-        ("not emitted", {"reads": ("mask",)}, ".* what its forward gives by call.emit it lists in `emits`"),
-        (
-            "produced twice",
-            {"gradients": lambda self, names: (ops.base.Gradient(("input",), (), "f"),) * 2},
-            "two nodes of its backward produce 'input'; let one of them give it",
-        ),
-    ],
-)
-def test_an_opaque_op_that_misspells_a_name(what, declared, words):
-    body = {
-        "op_forward": lambda self, call, x: x,
-        "op_backward": lambda self, call, dy: dy,
-        "emits": ("extra",),
-        **declared,
-    }
-    kind = type("Odd", (ops.UnfusedOperation,), body)
-    with pytest.raises(ValueError, match=rf"op 0 \(Odd '0'\): {words}"):
-        sequential(kind())(X)
-
-
-@pytest.mark.parametrize(
-    ("declared", "words"),
-    [
-        ({"values": "two"}, r"`values` is a sequence, got 'two'; write \('two',\)"),
-        ({"reads": "input"}, r"`reads` is a sequence, got 'input'; write \('input',\)"),
-        ({"non_differentiable": "output"}, "`non_differentiable` is a sequence, got 'output'"),
-        ({"input_dtypes": torch.int8}, r"`input_dtypes` is a sequence, got torch.int8; write \(torch.int8,\)"),
-        ({"takes_gradients_in": ("float32",)}, "`takes_gradients_in` holds 'float32', which is no dtype"),
-        ({"gradients": lambda self, names: (ops.base.Gradient("input", (), "f"),)}, "`produces` of its Gradient is"),
-    ],
-)
-def test_an_opaque_op_that_lists_no_list(declared, words):
-    body = {"op_forward": lambda self, call, x: x, "op_backward": lambda self, call, dy: dy, **declared}
-    with pytest.raises(TypeError, match=rf"op 0 \(Odd '0'\): {words}"):
-        sequential(type("Odd", (ops.UnfusedOperation,), body)())(X)
-
-
 # -------------------------------------------------------------------------------- gradients
 
 

@@ -240,42 +240,6 @@ def test_a_tensor_that_is_given_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "changed"),
-    [
-        (
-            "only a RowOp names its output; put Fork or Output behind",
-            {"values": (), "named_outputs": lambda self: ("b",)},
-        ),
-        ("named_outputs.. leaves out 'b' of its `values`", {"named_outputs": lambda self: ()}),
-        ("'input' in its `values` is another tensor's name too", {"values": ("input",)}),
-        ("'b' in its `values` is another tensor's name too", {"emits": ("b",)}),
-        ("non_differentiable names 'c', which is none of its outputs", {"non_differentiable": ("c",)}),
-        ("infer.. says what 'c' is, which is none of its `values`", {"infer": lambda self, x: {"output": x, "c": x}}),
-        ("infer.. gives a int; return a Spec", {"infer": lambda self, x: 3}),
-        ("named_output.'b'. gives a int; return a Spec", {"infer": lambda self, x: {"output": x, "b": 3}}),
-        ("infer.. gives b and no output", {"infer": lambda self, x: {"b": x}}),
-        ("its forward gives output, but by `values` it is to give output, b", {"op_forward": lambda self, call, x: x}),
-        ("its forward gives b, but", {"op_forward": lambda self, call, x: {"b": x}}),
-        (
-            "its forward must return a tensor, got int for 'b'",
-            {"op_forward": lambda self, call, x: {"output": x, "b": 1}},
-        ),
-    ],
-)
-def test_an_op_that_is_said_wrong(words: str, changed: dict[str, Any]) -> None:
-    own = {
-        "values": ("b",),
-        "op_forward": lambda self, call, x: {"output": 2 * x, "b": 3 * x},
-        "op_backward": lambda self, call, dy: 2 * dy,
-    }
-    ours = Sequential(
-        ops.GELU(), op_table.exports.row(True)(type("Wrong", (UnfusedOperation,), own | changed))(), kernels="reference"
-    )
-    with pytest.raises((TypeError, ValueError), match=rf"op 1 \(Wrong '1'\): {words}"):
-        ours(torch.randn(7, WIDTH))
-
-
-@pytest.mark.parametrize(
     ("given", "words"),
     [
         (lambda dy: {"input": dy}, r"op 1 \(Wrong '1'\): .* a tensor as the gradient of 'input', got dict"),
