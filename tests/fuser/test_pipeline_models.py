@@ -34,18 +34,6 @@ def one_process(tmp_path_factory):
     dist.destroy_process_group()
 
 
-def test_ddp(one_process):
-    model, twin = our_mlp(), our_mlp()
-    parallel = nn.parallel.DistributedDataParallel(model)
-    for _ in range(2):
-        for m in (parallel, twin):
-            m.zero_grad()
-            m(X).square().sum().backward()
-            X.grad = None
-        got = {n.removeprefix("module."): p.grad for n, p in parallel.named_parameters()}
-        assert_same_gradients(got, {n: p.grad for n, p in twin.named_parameters()})
-
-
 def test_attention_refuses_context_parallel(one_process):
     """Of a sequence that is spread over processes it would see its own part alone."""
 

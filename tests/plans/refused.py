@@ -1,4 +1,4 @@
-"""Declarations and lists that are refused, in words that are written down as plans are."""
+"""Declarations and lists that are refused, and sums over ranks, in words that are written down as plans are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,18 @@ from te_fuser.fusions import Cost
 from te_fuser.ops import op_table
 from te_fuser.ops.base import Gradient
 from te_fuser.ops.operations import UnfusedOperation
-from tests.fuser.graph.test_list_passes_sharding import TP, F, Opaque, column, cut, heads, planned, row
+from tests.fuser.graph.test_list_passes_sharding import (
+    TP,
+    F,
+    Opaque,
+    Temperature,
+    column,
+    cut,
+    heads,
+    planned,
+    row,
+    sums,
+)
 from tests.fusions.registered import FREE, X, declared, mlp
 from tests.twins import sequential
 
@@ -218,6 +229,38 @@ OF_RANKS: dict[str, Callable[[], object]] = {
         scale=torch.zeros(6, F),
     ),
 }
+BLOCKED: Any = {"heads": 2, "kv_heads": 2, "packing": "blocked"}
+MEMORY = ops.Apart(key_value="memory")
+# Lists that two ranks share; the words are the parameters whose gradients are added up.
+SUMS: dict[str, Callable[[], list[Any]]] = {
+    "whole": lambda: [ops.LayerNorm(F), column(), ops.GELU(), row(), ops.Scale(F)],
+    "rows": lambda: [ops.LayerNorm(F), column(rows=0), ops.GELU(), row(rows=0), ops.RMSNorm(F)],
+    "the second dimension": lambda: [ops.RMSNorm(F), column(rows=1), row(rows=1, bias=False)],
+    "norms of heads": lambda: [
+        column(outer=3 * F),
+        ops.HeadNorm(4, heads=2, kv_heads=2, packing="blocked"),
+        heads(),
+        row(F),
+    ],
+    "a whole product beside rows": lambda: [ops.Linear(F, F), column(rows=0), row(rows=0, bias=False)],
+    "a norm alone": lambda: [cut(ops.LayerNorm(F), None, 0)],
+    "residuals": lambda: [te_fuser.Residual(ops.LayerNorm(F), column(rows=0), row(rows=0)), ops.Dropout(0.5)],
+    "blocks of a gate": lambda: [column(), ops.SwiGLU(glu_interleave_size=2), row(F), ops.LayerNorm(F)],
+    "one number for all features": lambda: [column(), Temperature(), row()],
+    "keys and values of the list's own": lambda: [
+        column(),
+        ops.Fork("memory"),
+        ops.SwiGLU(),
+        heads(packing=ops.Apart(key_value="memory")),
+        row(F),
+    ],
+    "terms added up by hand": lambda: [column(), ops.MatMul(F, F), ops.AllReduce(TP), ops.GELU()],
+}
+
+
+def all_sums() -> str:
+    return "\n".join(f"{name}: {', '.join(sums(planned(*parts())))}" for name, parts in SUMS.items())
+
 
 REFUSED: Mapping[str, Callable[[], str]] = {
     "refused declarations of fusions": all_words(declare, DECLARED),
@@ -225,5 +268,6 @@ REFUSED: Mapping[str, Callable[[], str]] = {
     "refused calls of fusions": all_words(run_declared, RUN),
     "refused opaque ops": all_words(opaque, OPAQUE),
     "refused opaque ops of two values": all_words(opaque_of_two_values, OF_TWO_VALUES),
+    "sums over ranks": all_sums,
     "refused lists of ranks": all_words(lambda call: call(), OF_RANKS),
 }

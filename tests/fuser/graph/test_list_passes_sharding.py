@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-import te_fuser
 from te_fuser import ops
 from te_fuser.fuser.graph.graph import Graph
 from te_fuser.ops.sharing import Cut
@@ -63,42 +61,6 @@ class Temperature(ops.RowOp):
 
     def compute(self, x: Any, number: Any) -> Any:
         return x * number
-
-
-SUMS: dict[str, tuple[Callable[[], list[Any]], list[str]]] = {
-    "whole": (lambda: [ops.LayerNorm(F), column(), ops.GELU(), row(), ops.Scale(F)], []),
-    "rows": (
-        lambda: [ops.LayerNorm(F), column(rows=0), ops.GELU(), row(rows=0), ops.RMSNorm(F)],
-        ["layer_norm.weight", "layer_norm.bias", "bias.bias", "rms_norm.weight"],
-    ),
-    "the second dimension": (lambda: [ops.RMSNorm(F), column(rows=1), row(rows=1, bias=False)], ["rms_norm.weight"]),
-    "norms of heads": (
-        lambda: [column(outer=3 * F), ops.HeadNorm(4, heads=2, kv_heads=2, packing="blocked"), heads(), row(F)],
-        ["head_norm.weight", "head_norm.key_weight"],
-    ),
-    "a whole product beside rows": (
-        lambda: [ops.Linear(F, F), column(rows=0), row(rows=0, bias=False)],
-        ["mat_mul.weight", "bias.bias"],
-    ),
-    "a norm alone": (lambda: [cut(ops.LayerNorm(F), None, 0)], ["layer_norm.weight", "layer_norm.bias"]),
-    "residuals": (
-        lambda: [te_fuser.Residual(ops.LayerNorm(F), column(rows=0), row(rows=0)), ops.Dropout(0.5)],
-        ["layer_norm.weight", "layer_norm.bias", "bias.bias"],
-    ),
-    "blocks of a gate": (lambda: [column(), ops.SwiGLU(glu_interleave_size=2), row(F), ops.LayerNorm(F)], []),
-    "one number for all features": (lambda: [column(), Temperature(), row()], ["temperature.number"]),
-    "keys and values of the list's own": (
-        lambda: [column(), ops.Fork("memory"), ops.SwiGLU(), heads(packing=ops.Apart(key_value="memory")), row(F)],
-        [],
-    ),
-    "terms added up by hand": (lambda: [column(), ops.MatMul(F, F), ops.AllReduce(TP), ops.GELU()], []),
-}
-
-
-@pytest.mark.parametrize("name", SUMS)
-def test_sums(name: str) -> None:
-    parts, wanted = SUMS[name]
-    assert sums(planned(*parts())) == wanted
 
 
 def test_heads_of_a_plain_list_are_those_of_the_whole() -> None:

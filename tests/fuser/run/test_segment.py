@@ -258,19 +258,6 @@ def test_what_takes_little_time_is_no_segment_of_its_own(tokens: int, segments: 
     assert len(model.plan(x, device="h200").segments) == segments
 
 
-def test_segments_give_their_gradients_one_by_one(monkeypatch):
-    """So that DDP can send the last layers' gradients while the first layers still compute theirs."""
-    monkeypatch.setattr(segmenting, "SEGMENT_BYTES", 1)
-    monkeypatch.setattr(segmenting, "WORTH_A_NODE", 0)
-    model = sequential(*(op for _ in range(4) for op in (ops.Linear(8, 8), ops.GELU())))
-    order = []
-    for name, p in model.named_parameters():
-        p.register_hook(lambda g, name=name: order.append(name))
-    model(X).sum().backward()
-    X.grad = None
-    assert [name.split(".")[0] for name in order if name.endswith("weight")] == ["6", "4", "2", "0"]
-
-
 def test_segments_with_shared_weights_under_autocast(monkeypatch):
     """Each segment casts the parameters that it reads."""
     monkeypatch.setattr(segmenting, "SEGMENT_BYTES", 1)
