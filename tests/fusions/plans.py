@@ -29,14 +29,12 @@ from tests.fusions.models import (
     Plans,
     attention,
     by_free_epilogues,
-    frozen,
     gated_mlp,
     in_region,
     mlp,
     on_meta,
     relu_mlp,
     taken_away,
-    under_autocast,
     where,
     without,
 )
@@ -47,6 +45,7 @@ from tests.twins import tensor
 
 FOLDER = Path(__file__).parent / "written"
 MEMORY = ("fast", "balanced", "lean")
+CAST: dict[str, Any] = {"dtype": F32, "cast": True}
 
 
 # ----------------------------------------------------------------------------------------------------------- the text
@@ -255,13 +254,13 @@ def _some(name: str, make: Any, **choices: Any) -> Iterator[tuple[str, Plans]]:
 def _products() -> Iterator[tuple[str, Plans]]:
     yield "matmul", lambda: plan(ops.MatMul(4096, 1024))
     two = lambda: on_meta(lambda: [ops.MatMul(4096, 4096), ops.MatMul(4096, 4096)])  # noqa: E731
-    yield "matmul, needed gradients alone", lambda: frozen(two(), "1.weight", grad=False)
+    yield "matmul, needed gradients alone", lambda: plan(*two(), frozen=("1.weight", "x"))
     silu = ops.SiLU()
     yield (
         "matmul, behind what is computed again",
         lambda: plan(ops.LayerNorm(4096), ops.MatMul(4096, 4096), silu, memory="lean"),
     )
-    yield "matmul, under autocast", lambda: under_autocast([ops.MatMul(4096, 64)])
+    yield "matmul, under autocast", lambda: plan(ops.MatMul(4096, 64), **CAST)
     yield "bias, few rows", lambda: plan(silu, ops.Linear(256, 256), features=256, rows=16)
     yield "bias, many rows", lambda: plan(silu, linear())
     yield "bias, before an activation", lambda: plan(linear(), silu)
@@ -278,16 +277,16 @@ def _products() -> Iterator[tuple[str, Plans]]:
         of = lambda make=make, **how: where(QUACK, plan, *make(), **how)  # noqa: E731
         yield from _some(name, of, memory=MEMORY)
         yield f"{name}, main_grad", lambda make=make: where(QUACK, plan, *make(accumulate_into_main_grad=True))
-        yield f"{name}, frozen weight", lambda make=make: where(QUACK, frozen, make(), "3.weight")
-        yield f"{name}, under autocast", lambda make=make: where(QUACK, under_autocast, make())
+        yield f"{name}, frozen weight", lambda make=make: where(QUACK, plan, *make(), frozen=["3.weight"])
+        yield f"{name}, under autocast", lambda make=make: where(QUACK, plan, *make(), **CAST)
         yield (
             f"{name}, main_grad under autocast",
-            lambda make=make: where(QUACK, under_autocast, make(accumulate_into_main_grad=True)),
+            lambda make=make: where(QUACK, plan, *make(accumulate_into_main_grad=True), **CAST),
         )
         yield from _some(name, of, rows=(16, 256))
     yield "quack gelu, without a backward", lambda: where(QUACK, plan, *mlp(), grad=False)
-    yield "quack gelu, frozen bias", lambda: where(QUACK, frozen, mlp(), "1.bias")
-    yield "quack gelu, frozen both", lambda: where(QUACK, frozen, mlp(), "1.bias", "3.weight")
+    yield "quack gelu, frozen bias", lambda: where(QUACK, plan, *mlp(), frozen=["1.bias"])
+    yield "quack gelu, frozen both", lambda: where(QUACK, plan, *mlp(), frozen=["1.bias", "3.weight"])
 
 
 def _products_8_bits() -> Iterator[tuple[str, Plans]]:

@@ -25,16 +25,14 @@ from tests.fusions.models import (
     QUACK8,
     Plans,
     attention,
-    frozen,
     gated_mlp,
     in_region,
     installed,
     mlp,
-    of_dtypes,
-    under_autocast,
     where,
 )
 from tests.fusions.plans import (
+    CAST,
     angles,
     attending,
     blocks,
@@ -62,7 +60,7 @@ def products() -> Rows:
     yield both, lambda: plan(ops.MatMul(64, 64), features=64, **CPU)
     yield both, lambda: plan(ops.MatMul(64, 64), features=64, **REFERENCE)
     yield both, lambda: plan(ops.MatMul(64, 64), features=64, dtype=torch.float64)
-    yield "matmul_bias_backward", lambda: frozen([linear()], "0.weight", rows=16, grad=False)
+    yield "matmul_bias_backward", lambda: plan(linear(), frozen=("0.weight", "x"), rows=16)
     yield "matmul_bias_relu", lambda: plan(linear(64, 64), ops.ReLU(), features=64, grad=False, **CPU)
     yield "matmul_bias_gelu", lambda: plan(*gelu_mlp())
     gelus = "matmul_bias_gelu_aux gelu_matmul_backward"
@@ -70,7 +68,7 @@ def products() -> Rows:
     yield gelus, lambda: plan(*gelu_mlp(), dtype=F32)
     yield gelus, lambda: plan(*gelu_mlp(inner=1004))
     yield "matmul_bias_gelu_aux", lambda: plan(*gelu_mlp(inner=64), **CPU)
-    yield "matmul_bias_gelu_aux", lambda: of_dtypes([linear(64, 64), ops.GELU()], 64, "0.bias")
+    yield "matmul_bias_gelu_aux", lambda: plan(linear(64, 64), ops.GELU(), features=64, rows=16, dtypes={"0.bias": F32})
     residual = te_fuser.Residual
     yield "matmul_add_bias_dropout", lambda: plan(residual(linear(), ops.Dropout(0.1)))
     yield "matmul_add", added_in_float32
@@ -161,10 +159,10 @@ def of_quack() -> Rows:
         for names, make in ((f"{AUX} {BACKWARD}", mlp), (GATED, gated_mlp)):
             yield names, lambda make=make, v=version: of_version(v, plan, *make())
     parts = lambda: [ops.Bias(64), ops.GELU(), ops.MatMul(64, 64)]  # noqa: E731
-    yield BACKWARD, lambda: where(QUACK, of_dtypes, parts(), 64, "0.bias")
+    yield BACKWARD, lambda: where(QUACK, plan, *parts(), features=64, rows=16, dtypes={"0.bias": F32})
     yield GATED, lambda: gate(gate_first=False)
     for name, make in ((BACKWARD, mlp), (GATED, gated_mlp)):
-        yield name, lambda make=make: where(QUACK, under_autocast, make(accumulate_into_main_grad=True))
+        yield name, lambda make=make: where(QUACK, plan, *make(accumulate_into_main_grad=True), **CAST)
 
 
 def of_version(version: str | None, make: Any, *given: Any, **how: Any) -> Plan:
