@@ -311,6 +311,7 @@ def test_sum_over_some_steps_is_as_without_it(
 
 
 @emulated
+@pytest.mark.usefixtures("few_rows")
 @pytest.mark.parametrize("p", [None, 0.0])
 def test_sum_is_verified(p: float | None, package8: fake_quack_float8.Package) -> None:
     """Against float64, in values and all gradients, and each step of a call."""

@@ -62,16 +62,10 @@ def planned(
     return plan
 
 
-@contextlib.contextmanager
-def many_segments(ranks: bool = False) -> Any:
-    """Segments end wherever they may, as where ranks share a model if they do."""
+def in_many_segments(ranks: bool, make: Callable[..., Plan], *given: Any, **options: Any) -> Plan:
+    """The plan whose segments end wherever they may, as where ranks share a model if they do."""
     small = mock.patch.multiple(segmenting, SEGMENT_BYTES=1, WORTH_A_NODE=0)
     with small, mock.patch.object(pipeline, "has_ranks", lambda: ranks):
-        yield
-
-
-def in_many_segments(ranks: bool, make: Callable[..., Plan], *given: Any, **options: Any) -> Plan:
-    with many_segments(ranks):
         return make(*given, **options)
 
 

@@ -105,7 +105,7 @@ def test_its_own_code_runs_in_both_directions(kernel: Fusion) -> None:
         assert_as_meant(model, X)
 
 
-def test_verify_checks_it(kernel: Fusion) -> None:
+def test_verify_checks_it(kernel: Fusion, few_rows: None) -> None:
     assert te_fuser.verify("gated", dtypes=[torch.float32]).rows
     wrong = te_fuser.fusion(
         joint=[GatedProjection], name="wrong", saves=["hidden"], reads=["input"], details=Details(registered=False)
