@@ -277,21 +277,6 @@ def test_a_parameter_of_one_number_is_one_for_all_features(
         torch.testing.assert_close(got, want)
 
 
-def test_a_parameter_that_is_not_named() -> None:
-    class Hidden(ops.RowOp):
-        def __init__(self, turned: bool) -> None:
-            super().__init__()
-            self.w, self.turned = torch.nn.Parameter(torch.ones(4)), turned
-
-        def compute(self, x: Any) -> Any:
-            return self.w * x if self.turned else x * self.w
-
-    words = r"^op 0 \(Hidden '0'\): .* not Parameter; name the tensor as an argument, compute\(self, x, weight\)"
-    for turned in (False, True):
-        with pytest.raises(TypeError, match=words):
-            te_fuser.Sequential(Hidden(turned))(torch.randn(3, 4))
-
-
 class Powers(ops.RowOp):
     """x to powers that float32 does not hold."""
 

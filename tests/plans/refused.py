@@ -10,10 +10,13 @@ from torch.nn.functional import gelu
 
 import te_fuser
 from te_fuser import fusions, ops
+from te_fuser.formula import Axes
 from te_fuser.fusions import Cost
 from te_fuser.ops import op_table
+from te_fuser.ops.autocast import autocast_policy
 from te_fuser.ops.base import Gradient
 from te_fuser.ops.operations import UnfusedOperation
+from tests.fuser.graph.test_graph import NoGradients, reader
 from tests.fuser.graph.test_list_passes_sharding import (
     TP,
     F,
@@ -26,8 +29,9 @@ from tests.fuser.graph.test_list_passes_sharding import (
     row,
     sums,
 )
+from tests.fuser.plan.test_problem import GatedProjection
 from tests.fusions.registered import FREE, X, declared, mlp
-from tests.twins import sequential
+from tests.twins import sequential, tensor
 
 Options = dict[str, Any]
 
@@ -153,15 +157,15 @@ RUN: dict[str, Options] = {
 
 
 def opaque(own: Options) -> None:
-    """A call of such an op."""
+    """A call of such an op, and its backward."""
     given = {"op_forward": lambda self, call, x: x, "op_backward": lambda self, call, dy: dy, **own}
-    sequential(type("Odd", (UnfusedOperation,), given)())(X)
+    sequential(type("Odd", (UnfusedOperation,), given)())(X).sum().backward()
 
 
 def opaque_of_two_values(own: Options) -> None:
     two = {"op_forward": lambda self, call, x: {"output": 2 * x, "b": 3 * x}, "values": ("b",)}
     kind = type("Wrong", (UnfusedOperation,), {**two, "op_backward": lambda self, call, dy: 2 * dy, **own})
-    sequential(ops.GELU(), op_table.exports.row(True)(kind)())(X)
+    sequential(ops.GELU(), op_table.exports.row(True)(kind)())(X).sum().backward()
 
 
 OPAQUE: list[Options] = [
@@ -176,6 +180,8 @@ OPAQUE: list[Options] = [
     {"input_dtypes": torch.int8},
     {"takes_gradients_in": ("float32",)},
     {"gradients": lambda self, names: (ops.base.Gradient("input", (), "f"),)},
+    {"op_backward": lambda self, call, dy: {"input": dy}},
+    {"op_backward": lambda self, call, dy: (dy, dy.sum(0))},
 ]
 OF_TWO_VALUES: list[Options] = [
     {"values": (), "named_outputs": lambda self: ("b",)},
@@ -190,6 +196,7 @@ OF_TWO_VALUES: list[Options] = [
     {"op_forward": lambda self, call, x: x},
     {"op_forward": lambda self, call, x: {"b": x}},
     {"op_forward": lambda self, call, x: {"output": x, "b": 1}},
+    {"op_backward": lambda self, call, dy: 2 * dy + 3 * call["d_b"]},
 ]
 
 
@@ -228,6 +235,42 @@ OF_RANKS: dict[str, Callable[[], object]] = {
         shift=torch.zeros(6, F, requires_grad=True),
         scale=torch.zeros(6, F),
     ),
+}
+
+
+# ------------------------------------------------------------------------------------------------------- of others
+
+
+class Hidden(ops.RowOp):
+    """A formula that reads a parameter of which it does not say the name."""
+
+    def __init__(self, turned: bool) -> None:
+        super().__init__()
+        self.w, self.turned = torch.nn.Parameter(torch.ones(8)), turned
+
+    def compute(self, x: Any) -> Any:
+        return self.w * x if self.turned else x * self.w
+
+
+class Nothing(te_fuser.FusableOperation):
+    """Neither a row op nor an opaque one."""
+
+
+EFFORTS: list[Options] = [
+    *({"rounds": "3"}, {"rounds": 0}, {"seconds": "0.1"}, {"seconds": -1.0}, {"margin": "a"}, {"margin": 2}),
+]
+OTHERS: dict[str, Callable[[], object]] = {
+    "samples that are nowhere": lambda: reader(Axes.BATCH)(tensor(3, 4, 8), factor=tensor(3)),
+    "an op without a meaning": lambda: sequential(ops.GELU(), Nothing())(X),
+    "gradients that list nothing": lambda: sequential(ops.GELU(), NoGradients())(tensor(5, 24)),
+    "a fused operation of nothing": ops.FusedOperation,
+    "a fused operation of what is no op": lambda: ops.FusedOperation(act=torch.nn.ReLU()),
+    "features that do not fit its parts": lambda: sequential(GatedProjection())(tensor(3, 5)),
+    "a policy that is none": lambda: autocast_policy("higher"),
+    "a parameter without a name": lambda: sequential(Hidden(False))(X),
+    "a parameter without a name, first": lambda: sequential(Hidden(True))(X),
+    **{f"no module, {g}": lambda g=g: te_fuser.parallel.backward_dw(g) for g in (None, 3, [1])},
+    "no module to cut": lambda: te_fuser.parallelize(None, None),
 }
 BLOCKED: Any = {"heads": 2, "kv_heads": 2, "packing": "blocked"}
 MEMORY = ops.Apart(key_value="memory")
@@ -269,5 +312,7 @@ REFUSED: Mapping[str, Callable[[], str]] = {
     "refused opaque ops": all_words(opaque, OPAQUE),
     "refused opaque ops of two values": all_words(opaque_of_two_values, OF_TWO_VALUES),
     "sums over ranks": all_sums,
+    "refused efforts": all_words(lambda effort: te_fuser.Sequential(ops.GELU()).tune(X, **effort), EFFORTS),
+    "refused others": all_words(lambda call: call(), OTHERS),
     "refused lists of ranks": all_words(lambda call: call(), OF_RANKS),
 }

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import te_fuser
 from te_fuser import Sequential, fusions, ops, verify
 from te_fuser.formula import Axes, sigmoid
 from te_fuser.ops.base import Gradient, NamedInput, OpCall
@@ -104,13 +103,6 @@ def test_named_inputs_of_every_extent(name, cut):
         model(x, factor=tensor(*wrong))
 
 
-def test_an_op_per_sample_must_say_where_samples_are():
-    with pytest.raises(
-        ValueError, match=r"op 1 \(Shifted '1'\): 'factor' is given per sample; the op must say batch_dim"
-    ):
-        reader(Axes.BATCH)(tensor(3, 4, 8), factor=tensor(3))
-
-
 # ---------------------------------------------------------------------------------------- autocast
 
 
@@ -129,14 +121,6 @@ def test_autocast_leaves_float64_and_bfloat16_alone():
 
 
 # ---------------------------------------------------------------------------------------- ops that are no ops
-
-
-def test_an_op_without_a_meaning():
-    class Nothing(te_fuser.FusableOperation):
-        pass
-
-    with pytest.raises(TypeError, match=r"op 1 \(Nothing '1'\): an op is a RowOp .* this one is neither"):
-        sequential(ops.GELU(), Nothing())(X)
 
 
 # -------------------------------------------------------------------------------- gradients
@@ -274,12 +258,6 @@ def test_what_gradients_does_not_list_gets_none_as_after_detach(kind: Any, befor
         got, want = (torch.autograd.grad(r, wanted, dy, allow_unused=True) for r in (y, meant))
         assert [g is None for g in got] == [g is None for g in want] and got[0] is None
         torch.testing.assert_close([g for g in got if g is not None], [g for g in want if g is not None])
-
-
-def test_gradients_that_list_nothing_are_an_error() -> None:
-    words = r"op 1 \(NoGradients '1'\): its gradients\(\) lists none.*non_differentiable = \(\"output\",\)"
-    with pytest.raises(ValueError, match=words):
-        Sequential(ops.GELU(), NoGradients())(torch.randn(5, WIDTH))
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])

@@ -151,15 +151,6 @@ def test_hooks_on_a_part_are_refused_and_on_the_whole_run() -> None:
     assert called == [2]
 
 
-def test_wrong_parts_are_refused() -> None:
-    with pytest.raises(ValueError, match="FusedOperation stands for no op at all; give it some"):
-        ops.FusedOperation()
-    with pytest.raises(TypeError, match="part 'act' is a ReLU; a fused operation stands for ops"):
-        ops.FusedOperation(act=torch.nn.ReLU())
-    with pytest.raises(ValueError, match=r"op 0 \(MatMul '0.up.matmul'\).*8"):
-        sequential(GatedProjection())(tensor(3, 5))
-
-
 def test_autocast_between_the_parts_is_no_obstacle() -> None:
     """A Cast may stand in the run; the ops then run one by one or as other fusions have them."""
     model = sequential(Nested(), dtype=torch.float32)

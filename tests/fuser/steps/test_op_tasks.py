@@ -236,30 +236,6 @@ def test_a_tensor_that_is_given_twice() -> None:
     torch.testing.assert_close(got, want)
 
 
-# ------------------------------------------------------------------------------------------------------ errors
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (lambda dy: {"input": dy}, r"op 1 \(Wrong '1'\): .* a tensor as the gradient of 'input', got dict"),
-        (lambda dy: (dy, dy.sum(0)), r"Wrong: .* return dx, or \(dx, {name: gradient}\), got \(Tensor, Tensor\)"),
-    ],
-)
-def test_gradients_that_are_none(given: Any, words: str) -> None:
-    own = {"op_forward": lambda self, call, x: 2 * x, "op_backward": lambda self, call, dy: given(dy)}
-    ours = Sequential(ops.GELU(), type("Wrong", (UnfusedOperation,), own)(), kernels="reference")
-    with pytest.raises(TypeError, match=words):
-        ours(torch.randn(7, WIDTH, requires_grad=True)).sum().backward()
-
-
-def test_reading_a_gradient_that_does_not_come() -> None:
-    own = {"op_backward": lambda self, call, dy: 2 * dy + 3 * call["d_other"]}
-    ours = Sequential(ops.GELU(), type("Careless", (Exported,), own)(), kernels="reference")
-    with pytest.raises(KeyError, match="'d_other' is not among what this op reads"):
-        ours(torch.randn(5, WIDTH, requires_grad=True)).sum().backward()
-
-
 Calls = list[tuple[int, int, int]]
 
 
