@@ -103,7 +103,7 @@ def exchanging_under_autocast() -> Plan:
 
 
 class Traced(ops.AllGather):
-    """It starts in a way of its own."""
+    """A gather that starts in a way of its own."""
 
     def op_forward(self, call: Any, x: torch.Tensor) -> Any:
         return super().op_forward(call, x)
@@ -266,13 +266,13 @@ def by_themselves() -> list[torch.nn.Module]:
 
 
 def passes_in(region: contextlib.AbstractContextManager[Any]) -> str:
-    """What each pass did there."""
+    """Text of a region, with a record of each pass."""
     with region:
         return explained(*mlp8(), shape=(64, IN), passes=True)
 
 
 def gained(recipe: Recipe | None, device: str = "h200") -> str:
-    """What products gain by 8 bits, and lose where they are emulated."""
+    """Gains of products by 8 bits, and losses where they are emulated."""
     with torch.device("meta"):
         parts = te_fuser.LayerNormMLP(4096, 16384), te_fuser.Linear(4096, 100)
         model = te_fuser.Sequential(*parts).bfloat16()

@@ -37,7 +37,7 @@ Options = dict[str, Any]
 
 
 def words(call: Callable[[], object]) -> str:
-    """What a call raises."""
+    """Kind and words of the error that a call raises."""
     try:
         call()
     except Exception as error:  # noqa: BLE001 - of whatever kind it is, that is written down

@@ -1,4 +1,4 @@
-"""What plans say of a device, what it takes, and what calls cost the host beside it. Devices: tests/plans/passes.py."""
+"""Notes of plans on a device, its times, and calls of the host beside it. Devices: tests/plans/passes.py."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_nothing_is_stored_that_nobody_reads(rows: int, features: int, memory: s
 
 
 def test_rows_of_plans_say_what_lies_transposed() -> None:
-    """What a layer keeps so, makes again, and which steps store it."""
+    """Values that a layer keeps so, makes again, and the steps that store them."""
     p = layer8()
     rows = [*step_rows(p, "forward"), *step_rows(p, "backward")]
     assert sum("quantize.output transposed (32.00 MiB)" in row.keeps for row in rows) == 3
@@ -296,7 +296,7 @@ BY_BLOCKS = ("blocks", "transposed_blocks")
 
 
 def by_blocks(steps: tuple[Step, ...]) -> list[str]:
-    """What steps take by blocks."""
+    """Names of tensors that steps take by blocks."""
     return [name for s in steps for name, ref in s.inputs if ref.form.layout in BY_BLOCKS]
 
 
