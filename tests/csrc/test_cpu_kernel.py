@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -15,11 +16,49 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from te_fuser import _native
-from tests.csrc.cpu_kernels import run_scale, run_where, scale_kernel, touch_kernel, where_kernel
+from te_fuser import _native, codegen
+from tests.c_library import compiled
 from tests.threads import in_threads
 
-pytestmark = pytest.mark.usefixtures("keep_threads")
+
+@pytest.fixture(scope="session")
+def cpu_library() -> str:
+    return str(compiled("cpu_kernels.c", "-O2", f"-I{Path(codegen.__file__).parent / 'include'}"))
+
+
+@pytest.fixture(autouse=True)
+def keep_threads() -> Iterator[None]:
+    """Give torch's number of threads and the backend back after each test."""
+    threads, backend = torch.get_num_threads(), _native.thread_backend()
+    yield
+    torch.set_num_threads(threads)
+    _native.set_thread_backend(backend)
+
+
+def scale_kernel(library: str, features: int) -> _native.CpuKernel:
+    return _native.CpuKernel(library, "scale", ("float32",) * 3, features, 0, features, features)
+
+
+def where_kernel(library: str) -> _native.CpuKernel:
+    return _native.CpuKernel(library, "where", ("int64", "int64"), 0, 0, 0, 32768)
+
+
+def touch_kernel(library: str, *dtypes: str) -> _native.CpuKernel:
+    return _native.CpuKernel(library, "touch", dtypes, 0, 0, 0, 1)
+
+
+def run_scale(kernel: _native.CpuKernel, x: torch.Tensor, factor: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, features = x.shape
+    y, sums = torch.full_like(x, torch.nan), torch.full((features,), torch.nan)
+    kernel((x, y, sums), rows, 1, max(rows, 1), (features, factor))
+    return y, sums
+
+
+def run_where(kernel: _native.CpuKernel, rows: int) -> tuple[list[int], list[int]]:
+    workers, threads = torch.full((rows,), -1), torch.full((rows,), -1)
+    kernel((workers, threads), rows, 1, 1, ())
+    return workers.tolist(), threads.tolist()
+
 
 # ---- values -----------------------------------------------------------------------------------------------------
 
