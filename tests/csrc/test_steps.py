@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from typing import Any
 
@@ -141,15 +140,6 @@ def test_a_program_drops_slots_after_their_last_use_and_stops_at_an_error() -> N
     with pytest.raises(ArithmeticError, match="stop"):
         program.run(held)
     assert seen == [True] and held[0] is None and torch.equal(held[1], -torch.ones(3))
-
-
-def test_a_model_that_was_run_is_collected() -> None:
-    model = Sequential(ops.Linear(4, 4), ops.GELU())
-    model(torch.randn(2, 4, requires_grad=True)).sum().backward()
-    watch = weakref.ref(model[0])
-    del model
-    gc.collect()
-    assert watch() is None
 
 
 def test_a_subclass_that_overrides_a_plain_method_is_heard() -> None:

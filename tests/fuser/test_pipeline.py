@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ from te_fuser.ops import UnfusedOperation, op_table
 from te_fuser.ops.attention.dot_product_attention import KERNEL_SWITCHES
 from te_fuser.ops.base import OpCall
 from tests.fuser.models import mlp, our_mlp
+from tests.threads import in_threads
 from tests.twins import assert_as_meant, assert_same_gradients, randomize, results_and_gradients, sequential, tensor
 
 X = tensor(6, 8)
@@ -271,25 +273,15 @@ def test_threads_call_one_model():
     model.eval()
     inputs = [tensor(1 + k % 5, 8, seed=k) for k in range(24)]
     want = [results_and_gradients(model.reference, {"input": x}, x) for x in inputs]
-    fresh, failures = mlp().eval(), []
-    barrier = threading.Barrier(4)
+    fresh = mlp().eval()
 
     def work(first):
-        barrier.wait()
-        try:
-            for k in range(first, len(inputs), 4):
-                made, grads = results_and_gradients(fresh, {"input": inputs[k]}, inputs[k])
-                torch.testing.assert_close(made, want[k][0])
-                assert_same_gradients(grads, want[k][1])
-        except BaseException as error:  # noqa: BLE001 - reported by the test
-            failures.append(error)
+        for k in range(first, len(inputs), 4):
+            made, grads = results_and_gradients(fresh, {"input": inputs[k]}, inputs[k])
+            torch.testing.assert_close(made, want[k][0])
+            assert_same_gradients(grads, want[k][1])
 
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert not failures, failures
+    in_threads(*(functools.partial(work, k) for k in range(4)))
 
 
 # -------------------------------------------------------------------------------- what nobody needs

@@ -101,29 +101,6 @@ def relu_mlp(inner: int = 16384, **last: Any) -> Parts:
     return on_meta(lambda: [ops.Linear(4096, inner), ops.ReLU(), ops.Linear(inner, 4096, **last)])
 
 
-def frozen(parts: Parts, *parameters: str, rows: int = 8192, grad: bool = True) -> Plan:
-    """The plan of parts that take 4096 features, with some parameters that need no gradient."""
-    model = Sequential(*parts).to("meta", BF16)
-    for name in parameters:
-        model.get_parameter(name).requires_grad_(False)
-    return model.plan(torch.empty(rows, 4096, dtype=BF16, device="meta", requires_grad=grad), device="h200")
-
-
-def under_autocast(parts: Parts) -> Plan:
-    """The plan of parts that take 4096 features, with parameters and input in float32 that are cast to bfloat16."""
-    model = Sequential(*parts).to("meta")
-    with autocast_on_cuda():
-        return model.plan(torch.empty(8192, 4096, device="meta", requires_grad=True), device="h200")
-
-
-def of_dtypes(parts: Parts, features: int, name: str, dtype: torch.dtype = F32) -> Plan:
-    """The plan in bfloat16, with one parameter of another dtype."""
-    model = Sequential(*parts).to("meta", BF16)
-    p = model.get_parameter(name)
-    p.data = torch.empty(p.shape, dtype=dtype, device="meta")
-    return model.plan(torch.empty(16, features, dtype=BF16, device="meta", requires_grad=True), device="h200")
-
-
 def in_region(
     make: Callable[[], Parts],
     rows: int,

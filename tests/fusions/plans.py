@@ -29,14 +29,12 @@ from tests.fusions.models import (
     Plans,
     attention,
     by_free_epilogues,
-    frozen,
     gated_mlp,
     in_region,
     mlp,
     on_meta,
     relu_mlp,
     taken_away,
-    under_autocast,
     where,
     without,
 )
@@ -47,6 +45,7 @@ from tests.twins import tensor
 
 FOLDER = Path(__file__).parent / "written"
 MEMORY = ("fast", "balanced", "lean")
+CAST: dict[str, Any] = {"dtype": F32, "cast": True}
 
 
 # ----------------------------------------------------------------------------------------------------------- the text
@@ -130,14 +129,22 @@ def added(p: float | None, inner: int = 4096, **how: Any) -> Plan:
     return where(QUACK8, in_region, parts, 8192, inner, **{"other": BF16, **how})
 
 
-def quantized(device: str, weight: torch.dtype = E4M3, dtype: torch.dtype = BF16) -> Plan:
-    """Behind a norm that gives 8 bits; the weight is a named input."""
+def quantized(
+    device: str | None = "h200",
+    weight: torch.dtype = E4M3,
+    dtype: torch.dtype = BF16,
+    bias: torch.dtype | None = None,
+    kernels: str = "auto",
+) -> Plan:
+    """Behind a norm that gives 8 bits; the weight is a named input. Without a device's name, for the CPU."""
+    on = "meta" if device else "cpu"
     product = ops.QuantizedMatMul(64, 32, dtype=dtype, fast_accumulation=False)
     parts = ops.LayerNorm(64), ops.Quantize(E4M3), product, ops.Bias(32), ops.GELU()
-    x = torch.empty(16, 64, dtype=dtype, device="meta", requires_grad=True)
-    scales = {name: torch.ones((), device="meta") for name in ("scale", "input_scale", "weight_scale")}
-    model = te_fuser.Sequential(*parts).to("meta", dtype)
-    return model.plan(x, device=device, weight=torch.empty(32, 64, dtype=weight, device="meta"), **scales)
+    model = te_fuser.Sequential(*parts, kernels=kernels).to(dtype).to_empty(device=on)
+    model[3].to(bias)
+    x = torch.empty(16, 64, dtype=dtype, device=on, requires_grad=True)
+    scales = {name: torch.ones((), device=on) for name in ("scale", "input_scale", "weight_scale")}
+    return model.plan(x, device=device, weight=torch.empty(32, 64, dtype=weight, device=on), **scales)
 
 
 def summed() -> Plan:
@@ -247,13 +254,13 @@ def _some(name: str, make: Any, **choices: Any) -> Iterator[tuple[str, Plans]]:
 def _products() -> Iterator[tuple[str, Plans]]:
     yield "matmul", lambda: plan(ops.MatMul(4096, 1024))
     two = lambda: on_meta(lambda: [ops.MatMul(4096, 4096), ops.MatMul(4096, 4096)])  # noqa: E731
-    yield "matmul, needed gradients alone", lambda: frozen(two(), "1.weight", grad=False)
+    yield "matmul, needed gradients alone", lambda: plan(*two(), frozen=("1.weight", "x"))
     silu = ops.SiLU()
     yield (
         "matmul, behind what is computed again",
         lambda: plan(ops.LayerNorm(4096), ops.MatMul(4096, 4096), silu, memory="lean"),
     )
-    yield "matmul, under autocast", lambda: under_autocast([ops.MatMul(4096, 64)])
+    yield "matmul, under autocast", lambda: plan(ops.MatMul(4096, 64), **CAST)
     yield "bias, few rows", lambda: plan(silu, ops.Linear(256, 256), features=256, rows=16)
     yield "bias, many rows", lambda: plan(silu, linear())
     yield "bias, before an activation", lambda: plan(linear(), silu)
@@ -270,16 +277,16 @@ def _products() -> Iterator[tuple[str, Plans]]:
         of = lambda make=make, **how: where(QUACK, plan, *make(), **how)  # noqa: E731
         yield from _some(name, of, memory=MEMORY)
         yield f"{name}, main_grad", lambda make=make: where(QUACK, plan, *make(accumulate_into_main_grad=True))
-        yield f"{name}, frozen weight", lambda make=make: where(QUACK, frozen, make(), "3.weight")
-        yield f"{name}, under autocast", lambda make=make: where(QUACK, under_autocast, make())
+        yield f"{name}, frozen weight", lambda make=make: where(QUACK, plan, *make(), frozen=["3.weight"])
+        yield f"{name}, under autocast", lambda make=make: where(QUACK, plan, *make(), **CAST)
         yield (
             f"{name}, main_grad under autocast",
-            lambda make=make: where(QUACK, under_autocast, make(accumulate_into_main_grad=True)),
+            lambda make=make: where(QUACK, plan, *make(accumulate_into_main_grad=True), **CAST),
         )
         yield from _some(name, of, rows=(16, 256))
     yield "quack gelu, without a backward", lambda: where(QUACK, plan, *mlp(), grad=False)
-    yield "quack gelu, frozen bias", lambda: where(QUACK, frozen, mlp(), "1.bias")
-    yield "quack gelu, frozen both", lambda: where(QUACK, frozen, mlp(), "1.bias", "3.weight")
+    yield "quack gelu, frozen bias", lambda: where(QUACK, plan, *mlp(), frozen=["1.bias"])
+    yield "quack gelu, frozen both", lambda: where(QUACK, plan, *mlp(), frozen=["1.bias", "3.weight"])
 
 
 def _products_8_bits() -> Iterator[tuple[str, Plans]]:

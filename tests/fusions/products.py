@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -16,6 +16,7 @@ from te_fuser.ops import GELU, Linear
 from te_fuser.ops.base import FusableOperation
 from tests import fake_cublaslt, fake_cuda
 from tests.fake_cublaslt import FakeCublasLt
+from tests.plans.models import autocast
 
 
 def plan(
@@ -25,16 +26,27 @@ def plan(
     dtype: torch.dtype = torch.bfloat16,
     device: str | None = "h200",
     grad: bool = True,
+    frozen: Sequence[str] = (),
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    cast: bool = False,
     memory: str = "balanced",
     kernels: str = "auto",
 ) -> Plan:
-    """The plan for a device by its name and an input without memory; without a name, for the CPU."""
+    """The plan for a device by its name and an input without memory; without a name, for the CPU.
+
+    Args:
+        frozen: parameters, or "x", that need no gradient.
+        dtypes: of parameters that have another one.
+        cast: under autocast to bfloat16.
+    """
     where = "meta" if device else "cpu"
     model = Sequential(*ops, memory=memory, kernels=kernels).to(dtype).to_empty(device=where)
-    x = torch.empty(rows, features, dtype=dtype, device=where, requires_grad=grad)
-    for p in model.parameters():
-        p.requires_grad_(grad)
-    return model.plan(x, device=device)
+    x = torch.empty(rows, features, dtype=dtype, device=where, requires_grad=grad and "x" not in frozen)
+    for name, p in model.named_parameters():
+        p.requires_grad_(grad and name not in frozen)
+        p.data = p.data.to((dtypes or {}).get(name, dtype))
+    with autocast_on_cuda() if cast else contextlib.nullcontext():
+        return model.plan(x, device=device)
 
 
 def gelu_mlp(gelu: str = "tanh", inner: int = 16384) -> tuple[FusableOperation, ...]:
@@ -57,17 +69,9 @@ def free(fusion: Fusion) -> Fusion:
     return dataclasses.replace(fusion, cost=lambda m: Cost(seconds=0.0))
 
 
-@contextlib.contextmanager
-def autocast_on_cuda() -> Iterator[None]:
+def autocast_on_cuda() -> contextlib.AbstractContextManager[None]:
     """torch.autocast("cuda", torch.bfloat16), which torch turns off where it sees no GPU."""
-    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    torch.set_autocast_enabled("cuda", True)
-    torch.set_autocast_dtype("cuda", torch.bfloat16)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled("cuda", before[0])
-        torch.set_autocast_dtype("cuda", before[1])
+    return autocast(torch.bfloat16, "cuda")
 
 
 @contextlib.contextmanager

@@ -1,14 +1,30 @@
-"""Attention's fusions: the CPU provider is taken both ways, packed and apart, is the op's math, has reasons."""
+"""Attention's fusions: by the CPU provider, in decoding, by packages that are computed or told on the CPU."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.fusions.dot_product_attention import FUSIONS
+from te_fuser.fusions import Fusion
+from te_fuser.fusions.dot_product_attention import FUSIONS, declare
+from te_fuser.kernels.attention import AttentionProblem, Provider, Speed
+from te_fuser.kernels.attention.cudnn import CudaCudnnFrontend
+from te_fuser.kernels.attention.flash_attn_4 import CudaFlashAttn4
+from tests.fake_cuda import FakeDriver
+from tests.fusions import decoding
+from tests.fusions.decoding import MASK, cache
+from tests.fusions.models import attention as planned_attention
 from tests.fusions.separate_attention import cases, tokens
+from tests.kernels.attention import padded, structured, told
+from tests.kernels.attention.cases import BY_NAME
+from tests.kernels.packages import fake_cudnn, fake_flash_attn
+from tests.kernels.played import Played
+from tests.needs import needs_compiler
 from tests.twins import assert_as_meant, sequential, tensor
 
 CPU = "attention_cpu_flash"
@@ -62,19 +78,6 @@ def test_fires_in_both_directions_and_is_right(name):
         forward, backward = names(model, x, **inputs)
         assert "dot_product_attention" in forward and CPU not in backward
         torch.testing.assert_close(assert_as_meant(model, x, tolerance=1e-10, **inputs), want, rtol=1e-10, atol=1e-10)
-
-
-def test_what_it_keeps():
-    model = sequential(attention(mask="causal"), dtype=torch.float32)
-    x = tensor(SAMPLES, POSITIONS, 24, dtype=torch.float32)
-    # The log of the sum of exponentials is one number for each row of each head; the input is the call's own.
-    assert {k.name: k.bytes for k in model.plan(x).kept if k.owner == "activation"} == {
-        f"{CPU}: logsumexp": 2 * SAMPLES * POSITIONS * 4,
-        "dot_product_attention.output": SAMPLES * POSITIONS * 8 * 4,
-    }
-    with torch.no_grad():
-        assert model.plan(x).kept == () and names(model, x)[0] == [CPU]
-        torch.testing.assert_close(model(x), model.reference(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -211,3 +214,151 @@ def test_backward_reads_the_keys_that_are_there():
         (step,) = plan.backward
         read[str(packing)] = [name for name, _ in step.inputs if name.startswith("-1.") and name != "-1.input"]
     assert list(read.values()) == [["-1.key", "-1.value"], [], ["-1.key_value"]]
+
+
+CACHES = ("key_cache", "value_cache")
+
+
+def rows(positions: int, samples: int) -> torch.Tensor:
+    return torch.randn(positions, samples, 192, generator=torch.Generator().manual_seed(positions)).bfloat16()
+
+
+@needs_compiler
+@pytest.mark.parametrize("packing", ["interleaved", "blocked"])
+@torch.no_grad()
+def test_caches_are_written_where_they_lie(packing: str, played: FakeDriver) -> None:
+    """Whole ones, some of their samples, and with steps that the kernel cannot make."""
+    model = te_fuser.Sequential(cache(packing=packing), kernels="generated")
+    x = rows(3, 2)
+    for wider in ((41, 2, 32), (41, 5, 32), (41, 2, 36)):
+        ours = {name: t for name, t in decoding.inputs(samples=2).items() if name != "filled"}
+        ours |= {name: torch.zeros(wider).bfloat16()[:, :2, :32] for name in CACHES}
+        theirs = {name: t.clone() for name, t in ours.items()}
+        assert [s.name for s in model.plan(x, **ours).forward] == ["key_value_cache"]
+        want = model.reference(x, **theirs)
+        versions = [ours[name]._version for name in CACHES]
+        assert torch.equal(model(x, **ours), want)
+        for name, version in zip(CACHES, versions, strict=True):
+            assert torch.equal(ours[name], theirs[name]) and ours[name]._version > version
+
+
+@needs_compiler
+@pytest.mark.parametrize("window", [None, (9, 0)])
+@torch.no_grad()
+def test_one_query_errs_no_more_than_twice_pytorch(window: Any, played: FakeDriver) -> None:
+    mask = ops.AttentionMask(**MASK, window=window)
+    model = te_fuser.Sequential(cache(), decoding.attention(mask), kernels="generated")
+    x, ours = rows(1, 3), decoding.inputs()
+    exact = {name: t.double() if t.is_floating_point() else t for name, t in ours.items()}
+    want = model.reference(x.double(), **exact)
+    plain = model.reference(x, **{name: t.clone() for name, t in ours.items()})
+    assert [s.name for s in model.plan(x, **ours).forward] == ["key_value_cache", "one_query_attention"]
+    allowed = 2 * (plain.double() - want).abs().max()
+    assert (model(x, **ours).double() - want).abs().max() <= allowed
+    for name in CACHES:
+        assert torch.equal(ours[name][:-1].double(), exact[name][:-1])
+
+
+FRONT, FOUR = "attention_cuda_cudnn_frontend", "attention_cuda_flash_attn_4"
+FAST: dict[str, Any] = {"conditions": (), "speed": Speed.constant(forward=1e3, backward=1e3)}
+
+
+@pytest.fixture(params=[FRONT, FOUR])
+def by_package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fusion]:
+    """A fusion with what it needs of a GPU left out, and so fast that it is taken."""
+    if request.param == FRONT:
+        fake: Any = fake_cudnn
+        provider = type("OnCpu", (CudaCudnnFrontend,), FAST)()
+        monkeypatch.setattr(provider, "_forward", Played(provider, 0))
+    else:
+        fake, provider = fake_flash_attn, type("OnCpu", (CudaFlashAttn4,), {**FAST, "launches": 1})()
+    package = fake.in_place(monkeypatch)
+    yield declare(provider, registered=False)
+    assert package.graphs if fake is fake_cudnn else {way for way, _ in package.calls} == {"forward", "backward"}
+    fake.forget()
+
+
+@pytest.mark.parametrize("layout", ["sequence_first", "batch_first"])
+@pytest.mark.parametrize("packing", ["interleaved", "blocked"])
+@pytest.mark.parametrize("rope", [True, False])
+def test_attention_by_a_package_is_right_in_values_and_gradients(
+    layout: str, packing: str, rope: bool, by_package: Fusion
+) -> None:
+    """Between projections; left out is where there are no strides for the packed gradient."""
+    kinds = [("causal", 4), ("causal", 2), ("causal", 1)]
+    for mask, kv_heads in kinds if by_package.name == FRONT else [*kinds, ("none", 4), ("none", 2)]:
+        if (layout, packing, kv_heads) == ("batch_first", "interleaved", 2):
+            continue
+        common: dict[str, Any] = {"heads": 4, "kv_heads": kv_heads, "layout": layout, "packing": packing}
+        op = ops.DotProductAttention(head_dim=8, mask=mask, **common)
+        rotation = [ops.RotaryEmbedding(8, **common)] if rope else []
+        model = sequential(ops.Linear(6, op.packed.features), *rotation, op, ops.Linear(32, 6))
+        x = tensor(5, 3, 6)
+        with fusions.only(by_package, "stretch"):
+            assert by_package.name in [s.name for s in model.plan(x).backward]
+            assert_as_meant(model, x, tolerance=1e-10)
+
+
+def test_problem_is_that_of_a_backward_where_one_will_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph is built for the backward alone."""
+    asked: list[Any] = []
+    of = AttentionProblem.of
+    monkeypatch.setattr(AttentionProblem, "of", lambda *given: asked.append(given[3]) or of(*given))
+    for grad in (True, False):
+        asked.clear()
+        with torch.set_grad_enabled(grad):
+            planned_attention(ops.Bias(3072), heads=8, grad=grad)
+        assert asked and all(needs is grad for needs in asked)
+
+
+CASES = {name: (op, tensors) for name, op, tensors in structured.cases() if op.settings().mask.beyond}
+SINKS = {name: (op, t) for name, op, t in structured.cases(sink="learned", soft_cap=2.0) if "offsets" in name}
+
+
+def model_of(
+    op: ops.DotProductAttention, tensors: structured.Tensors
+) -> tuple[te_fuser.Sequential, structured.Tensors]:
+    inputs = {op.hides.names.get(argument, argument): t for argument, t in tensors.items()}
+    return sequential(op), inputs
+
+
+def take(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, and for its price."""
+    monkeypatch.setattr(type(provider), "conditions", ())
+    monkeypatch.setattr(type(provider), "calls", (0.0, 0.0))
+    monkeypatch.setattr(type(provider), "speed", Speed.constant(100.0, 100.0))
+
+
+def check(name: str, model: te_fuser.Sequential, inputs: structured.Tensors) -> None:
+    x = inputs.pop("input").requires_grad_()
+    with fusions.only(name):
+        plan = model.plan(x, **inputs)
+        assert [step.name for step in (*plan.forward, *plan.backward)] == [name] * 2
+        assert_as_meant(model, x, tolerance=1e-6, **inputs)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_flash_attention_in_a_model_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    take(BY_NAME["cuda_flash"], monkeypatch)
+    with told.in_place():
+        check("attention_cuda_flash", *model_of(*CASES[name]))
+
+
+@pytest.mark.parametrize("name", SINKS)
+def test_flash_attention_4_in_a_model_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    take(BY_NAME["cuda_flash_attn_4"], monkeypatch)
+    model, inputs = model_of(*SINKS[name])
+    assert any(isinstance(p, torch.nn.Parameter) for p in model.parameters())
+    with told.in_place():
+        check("attention_cuda_flash_attn_4", model, inputs)
+
+
+@pytest.mark.parametrize("kind", ["end", "anywhere"])
+@pytest.mark.parametrize("name", padded.MASKS)
+def test_padding_by_a_boolean_tensor_in_a_model_is_told(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By both providers, which are told lengths and offsets."""
+    with told.in_place(all_rows=False):
+        for provider in (BY_NAME["cuda_flash"], BY_NAME["cuda_flash_attn_4"]):
+            take(provider, monkeypatch)
+            for layout in padded.LAYOUTS:
+                check(f"attention_{provider.name}", *model_of(*padded.case(name, layout, kind)))

@@ -84,7 +84,7 @@ def test_model_of_both_products_and_shared_weights_is_as_emulated() -> None:
     assert len(made.outputs) == 2  # one weight, in two layouts
 
 
-def test_model_verified_passes_though_numbers_of_a_step_share_memory() -> None:
+def test_model_verified_passes_though_numbers_of_a_step_share_memory(few_rows: None) -> None:
     with te.autocast(recipe=CURRENT):
         te.verify(te.Sequential(ops.MatMul(F, F), ops.MatMul(F, F)), torch.randn(16, F, requires_grad=True))
     step(mlp(residual=True, verify=True), DELAYED, 0)

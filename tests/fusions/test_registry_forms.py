@@ -1,4 +1,4 @@
-"""Fusions that take gradients in another dtype than their values', read forms of their choice, or gradients by name."""
+"""Fusions that take gradients of another dtype, forms, or gradients by name; declarations that are refused."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import te_fuser
 from te_fuser import Sequential, fusions, ops
 from te_fuser.fuser.plan import segmenting
-from te_fuser.fusions import Cost, Details, Fusion, fusion, only
+from te_fuser.fusions import Cost, Details, Fusion, Optional, Repeat, fusion, only
 from te_fuser.ops import op_table
 from te_fuser.ops.base import Gradient, OpCall
 from te_fuser.ops.operations import UnfusedOperation
 from tests.forms import HalfProduct, TwoForms
 from tests.fusions.products import reasons
+from tests.fusions.registered import FREE, X, declared
 from tests.needs import needs_compiler
+from tests.refused import refused
+from tests.twins import sequential, tensor
 
 WIDTH = 16
 CHEAP = Cost(seconds=1e-12)
@@ -230,3 +235,97 @@ def test_a_backward_takes_the_gradient_of_a_named_value(pair_model: tuple[Sequen
     with only(entry):
         assert reasons(model.plan(x), "pair") == {"it reads 1.d_other, and no gradient of given.other comes"}
         run(model, x, [x])
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+class Both:
+    """A body that gives what it is given."""
+
+    forward, backward = staticmethod(lambda m, x: x), staticmethod(lambda m, dy: dy)
+
+
+@pytest.mark.parametrize(
+    "number", [{"seconds": NAN}, {"read": INF}, {"launches": -1}, {"efficiency": 0}, {"flops": "1"}]
+)
+def test_cost_of_a_number_that_is_none_is_refused_before_anything_runs(number):
+    """Of a fusion in one direction, and of one in both; costs of both where one is wanted, too."""
+    cost, ((name, value),) = Cost(**number), number.items()
+    one, both = {"forward": [ops.GELU, ops.SiLU]}, {"joint": [ops.GELU, ops.SiLU], "reads": ["input"]}
+    words = f"^fusion 'mine': its `cost` gives a Cost of {name}={value!r}"
+    for pattern, given, why in (
+        (one, cost, words),
+        (both, (cost, Cost()), words),
+        (one, (Cost(), Cost()), "fusion 'mine': its `cost` gives tuple, not a Cost"),
+    ):
+        body = Both if pattern is both else Both.forward
+        mine = declared(**pattern, cost=lambda m, c=given: c, name="mine", registered=False)(body)
+        model = sequential(ops.GELU(), ops.SiLU())
+        with fusions.only(mine):
+            refused(TypeError, [why], lambda model=model: model(X))
+
+
+def test_how_many_ops_is_not_known_of_repeated_parts_and_fused_operations():
+    for part in (fusions.Repeat(ops.GELU), ops.FusedOperation, fusions.OneOf(ops.GELU, ops.FusedOperation)):
+        te_fuser.fusion(forward=[ops.MatMul, part], emits=["5.output"], name="mine", details=Details(registered=False))(
+            lambda m, x: x
+        )
+
+
+def test_what_runs_may_be_chosen_for_each_match_and_direction():
+    """The declared body runs where `choose` gives None."""
+    asked = []
+
+    class Scaled:
+        def __init__(self, factor):
+            self.factor = factor
+
+        def forward(self, m, x):
+            return self.factor * F.silu(x)
+
+        def backward(self, m, dy):
+            return torch.ops.aten.silu_backward(self.factor * dy, m["input"])
+
+    def choose(m, method):
+        asked.append((m.x.features, method))
+        return getattr(Scaled(m.x.features), method) if m.x.features > 4 or method == "forward" else None
+
+    class Both:
+        forward, backward = None, staticmethod(lambda m, dy: 0 * dy)
+
+    Both.forward = staticmethod(lambda m, x: pytest.fail("its forward was chosen"))
+    mine = declared(joint=[ops.SiLU], name="mine", reads=["input"], choose=choose, registered=False, **FREE)(Both)
+    for features, slope in ((8, 8), (4, 0)):
+        model, x = te_fuser.Sequential(ops.SiLU()), tensor(3, features)
+        with fusions.only(mine):
+            y = model(x)
+            (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        leaf = x.detach().requires_grad_()
+        want = F.silu(leaf)
+        torch.testing.assert_close(y, features * want)
+        torch.testing.assert_close(dx, slope * torch.autograd.grad(want.sum(), leaf)[0])
+    assert set(asked) == {(n, method) for n in (8, 4) for method in ("forward", "backward")}
+
+
+def test_the_name_is_the_functions_unless_given_and_unknown_ones_are_refused():
+    @te_fuser.fusion(forward=[ops.MatMul, Optional(ops.Bias), Repeat(ops.GELU)], details=Details(registered=False))
+    def my_fusion(m, x):
+        """What it does."""
+
+    assert my_fusion.name == "my_fusion" and my_fusion.doc == "What it does."
+    assert repr(my_fusion) == "<fusion 'my_fusion' forward: MatMul, [Bias], GELU x 1+>"
+    assert "my_fusion" not in fusions.names()
+    with pytest.raises(TypeError, match="register takes a fusion, got the class Fusion"):
+        fusions.register(fusions.Fusion)
+    fusions.register(my_fusion)
+    assert fusions.get("my_fusion") is my_fusion and fusions.names()[-1] == "my_fusion"
+    assert fusions.unregister("my_fusion") is my_fusion
+    for call in (
+        fusions.get,
+        fusions.unregister,
+        lambda n: fusions.disabled(n).__enter__(),
+        lambda n: fusions.only(n).__enter__(),
+    ):
+        with pytest.raises(KeyError, match="no fusion 'none' .registered: .*matmul_bias"):
+            call("none")

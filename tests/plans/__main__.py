@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 
 from te_fuser.fuser.show.explain import Explanation
 from tests.plans.models import CASES
-from tests.plans.test_plans import FOLDER, file_of
-from tests.plans.text import DEVICES, plans_of, text_of
+from tests.plans.test_plans import FOLDER, OTHERS, file_of
+from tests.plans.text import DEVICES, plans_of, text_of, text_of_passes
+from tests.settings import settle
 
 
 def main() -> None:
@@ -28,6 +31,10 @@ def main() -> None:
                 sources = Explanation(plans_of(case, device, "balanced"), True).sources()
                 text = "\n".join(f"// {title}\n{source}" for title, source in sources.items())
                 file_of(f"{name} on {device.name}", folder).write_text(text)
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as empty:
+        settle(patch, "avx512", Path(empty))
+        for name, made in OTHERS.items():
+            file_of(name, folder).write_text(text_of_passes(made))
 
 
 if __name__ == "__main__":

@@ -186,10 +186,6 @@ class SoftCap(ops.RowOp):
         return 30.0 * tanh(x / 30.0)
 
 
-def _rows(*parts: Callable[[], torch.nn.Module]) -> Callable[[], list[torch.nn.Module]]:
-    return lambda: [part() for part in parts]
-
-
 TOKENS = (2048, 4, 4096)
 CASES: dict[str, Case] = {
     "gpt": Case(lambda: gpt(1, 4096, 32, BF16), TOKENS, BF16),
@@ -219,63 +215,37 @@ CASES: dict[str, Case] = {
     "autocast bfloat16": Case(lambda: gpt(1, 1024, 16, FP32), (512, 4, 1024), within=lambda kind: autocast(BF16, kind)),
     "autocast float16": Case(lambda: mlp(1024, FP32, ops.GELU), (512, 1024), within=lambda kind: autocast(FP16, kind)),
     "gated": Case(
-        _rows(
-            lambda: ops.Linear(512, 2048),
-            ops.GEGLU,
-            ops.L2Norm,
-            lambda: ops.Linear(1024, 1024),
-            lambda: ops.ClampedSwiGLU(gate_first=False),
-            ops.ReGLU,
-            lambda: ops.Scale(256, 0.1),
-        ),
+        lambda: [
+            *(ops.Linear(512, 2048), ops.GEGLU(), ops.L2Norm(), ops.Linear(1024, 1024)),
+            *(ops.ClampedSwiGLU(gate_first=False), ops.ReGLU(), ops.Scale(256, 0.1)),
+        ],
         (64, 9, 512),
         BF16,
     ),
     "outputs": Case(
-        _rows(
-            lambda: ops.LayerNorm(512),
-            lambda: ops.Output("norm"),
-            lambda: ops.Fork("skip"),
-            lambda: ops.Linear(512, 512),
-            SoftCap,
-            lambda: ops.Dropout(0.5),
-            lambda: ops.Add("skip"),
-            ops.ReLU,
-            lambda: ops.Output("end"),
-            lambda: ops.Reshape((-1, 256)),
-            lambda: ops.Linear(256, 64),
-        ),
+        lambda: [
+            *(ops.LayerNorm(512), ops.Output("norm"), ops.Fork("skip"), ops.Linear(512, 512), SoftCap()),
+            *(ops.Dropout(0.5), ops.Add("skip"), ops.ReLU(), ops.Output("end")),
+            *(ops.Reshape((-1, 256)), ops.Linear(256, 64)),
+        ],
         (48, 4, 512),
         outputs=("norm", "end"),
     ),
     "parallel branches": Case(
-        _rows(
-            lambda: ops.Fork("skip"),
-            lambda: ops.LayerNorm(1024),
-            lambda: ops.Fork("norm"),
-            lambda: ops.Linear(1024, 1024),
-            lambda: ops.Add("skip"),
-            lambda: ops.Fork("first"),
-            lambda: ops.Take("norm"),
-            lambda: ops.Linear(1024, 4096),
-            ops.GELU,
-            lambda: ops.Linear(4096, 1024),
-            lambda: ops.Add("first"),
-        ),
+        lambda: [
+            *(ops.Fork("skip"), ops.LayerNorm(1024), ops.Fork("norm"), ops.Linear(1024, 1024), ops.Add("skip")),
+            *(ops.Fork("first"), ops.Take("norm"), ops.Linear(1024, 4096), ops.GELU(), ops.Linear(4096, 1024)),
+            ops.Add("first"),
+        ],
         (2048, 1024),
         BF16,
         is_short=True,
     ),
     "named inputs": Case(
-        _rows(
-            lambda: ops.AdaptiveLayerNorm(256, batch_dim=1),
-            lambda: ops.Linear(256, 256),
-            lambda: ops.DropPath(0.2, batch_dim=1),
-            lambda: ops.Add("other"),
-            lambda: ops.Cast(BF16),
-            ops.GELU,
-            lambda: ops.Cast(FP32),
-        ),
+        lambda: [
+            *(ops.AdaptiveLayerNorm(256, batch_dim=1), ops.Linear(256, 256), ops.DropPath(0.2, batch_dim=1)),
+            *(ops.Add("other"), ops.Cast(BF16), ops.GELU(), ops.Cast(FP32)),
+        ],
         (48, 4, 256),
         inputs={"scale": (4, 256), "shift": (4, 256), "other": (48, 4, 256)},
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from te_fuser.dtypes import text_of as text_of_dtype
 from te_fuser.fuser.graph.refs import EMITTED, GRADIENT, RECOMPUTED, SAVED, SEED, STATISTIC, Ref
@@ -13,6 +13,7 @@ from te_fuser.fuser.show.explain import Explanation
 from te_fuser.fuser.steps.kernel_task import KernelTask
 from te_fuser.fuser.steps.step import Step
 from tests.plans.models import Case
+from tests.plans.passes import Made
 from tests.recorded import recorded
 
 RATES = {"float32": 0.26e12, "bfloat16": 0.65e12, "float16": 0.09e12, "float64": 0.05e12}
@@ -26,6 +27,13 @@ def plans_of(case: Case, device: Device, memory: str) -> list[Plan]:
     x, inputs = case.call()
     with recorded(), case.within(device.kind):
         return case.model(memory).plans(x, device=device, outputs=case.outputs, **inputs)
+
+
+def text_of_passes(made: Made | Sequence[Made]) -> str:
+    """Plans that passes change, for one device and one choice of memory."""
+    found = [make() for make in (made if isinstance(made, Sequence) else [made])]
+    texts = [one.splitlines() if isinstance(one, str) else plan_lines(one) for one in found]
+    return "\n====\n".join("\n".join(line.rstrip() for line in lines) for lines in texts) + "\n"
 
 
 def text_of(case: Case) -> str:
@@ -71,7 +79,7 @@ def _brief(plan: Plan) -> str:
 
 def plan_lines(plan: Plan) -> Iterator[str]:
     """One plan."""
-    for direction, steps in (("forward", plan.forward), ("backward", plan.backward)):
+    for direction, steps in (("before", plan.before), ("forward", plan.forward), ("backward", plan.backward)):
         for step in steps:
             yield f"{direction} {step.start}-{step.stop - 1} {step.name}{'' if step.chain else ' (hanging)'}"
             yield f"  takes {_tensors(plan, step.inputs)}"
@@ -81,6 +89,10 @@ def plan_lines(plan: Plan) -> Iterator[str]:
                 f"  {c.read:.17g} B read, {c.written:.17g} B written, {c.flops:.17g} flops, {c.launches} launches, "
                 f"{step.seconds:.17g} s"
             )
+            if c.sent:
+                yield f"  {c.sent:.17g} B sent to {c.ranks} ranks, {c.beside:g} of it beside, {c.hidden:g} hidden"
+            if step.task.written:
+                yield f"  launches {', '.join(map(str, step.task.written))}"
             yield from _kernel(step)
     yield f"segments {' '.join(f'{a}-{b - 1}' for a, b in ((s.start, s.stop) for s in plan.segments))}"
     for k in plan.kept:
@@ -113,7 +125,8 @@ def name_of(plan: Plan, ref: Ref) -> str:
     """A tensor of a plan, for people."""
     term = f"term {ref.term - 1} of " if ref.term else ""
     form = "" if ref.form.dtype is None else f" in {text_of_dtype(ref.form.dtype)}"
-    return f"{term}{_whole(plan, ref)}{form}"
+    layout = "" if ref.form.layout == "rows" else f" {ref.form.layout}"
+    return f"{term}{_whole(plan, ref)}{form}{layout}"
 
 
 def _whole(plan: Plan, ref: Ref) -> str:

@@ -71,7 +71,7 @@ def named(program: str) -> set[str]:
 # Values and gradients of all ops, how plans run, what surrounds a model, ranks: what a version of PyTorch may change.
 TORCH = [
     *("tests/formula", "tests/ops", "tests/fuser/run", "tests/fuser/test_pipeline.py"),
-    *("tests/csrc/test_guards_known_call.py", "tests/parallel/test_co*.py", "tests/test_*.py"),
+    *("tests/csrc/test_guards.py", "tests/parallel/test_co*.py", "tests/test_*.py"),
 ]
 
 

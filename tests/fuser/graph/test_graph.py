@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import te_fuser
 from te_fuser import Sequential, fusions, ops, verify
 from te_fuser.formula import Axes, sigmoid
 from te_fuser.ops.base import Gradient, NamedInput, OpCall
@@ -104,13 +103,6 @@ def test_named_inputs_of_every_extent(name, cut):
         model(x, factor=tensor(*wrong))
 
 
-def test_an_op_per_sample_must_say_where_samples_are():
-    with pytest.raises(
-        ValueError, match=r"op 1 \(Shifted '1'\): 'factor' is given per sample; the op must say batch_dim"
-    ):
-        reader(Axes.BATCH)(tensor(3, 4, 8), factor=tensor(3))
-
-
 # ---------------------------------------------------------------------------------------- autocast
 
 
@@ -129,61 +121,6 @@ def test_autocast_leaves_float64_and_bfloat16_alone():
 
 
 # ---------------------------------------------------------------------------------------- ops that are no ops
-
-
-def test_an_op_without_a_meaning():
-    class Nothing(te_fuser.FusableOperation):
-        pass
-
-    with pytest.raises(TypeError, match=r"op 1 \(Nothing '1'\): an op is a RowOp .* this one is neither"):
-        sequential(ops.GELU(), Nothing())(X)
-
-
-@pytest.mark.parametrize(
-    ("what", "declared", "words"),
-    [
-        ("reads", {"reads": ("inptu",)}, "its backward reads 'inptu', which is none of extra, input, output"),
-        ("emits", {"reads": ("extra",), "emits": ()}, "its backward reads 'extra', which is none of input, output"),
-        (
-            "produces",
-            {"gradients": lambda self, names: (ops.base.Gradient(("wight",), (), "f"),)},
-            "its backward produces 'wight'",
-        ),
-        ("not emitted", {"reads": ("mask",)}, ".* what its forward gives by call.emit it lists in `emits`"),
-        (
-            "produced twice",
-            {"gradients": lambda self, names: (ops.base.Gradient(("input",), (), "f"),) * 2},
-            "two nodes of its backward produce 'input'; let one of them give it",
-        ),
-    ],
-)
-def test_an_opaque_op_that_misspells_a_name(what, declared, words):
-    body = {
-        "op_forward": lambda self, call, x: x,
-        "op_backward": lambda self, call, dy: dy,
-        "emits": ("extra",),
-        **declared,
-    }
-    kind = type("Odd", (ops.UnfusedOperation,), body)
-    with pytest.raises(ValueError, match=rf"op 0 \(Odd '0'\): {words}"):
-        sequential(kind())(X)
-
-
-@pytest.mark.parametrize(
-    ("declared", "words"),
-    [
-        ({"values": "two"}, r"`values` is a sequence, got 'two'; write \('two',\)"),
-        ({"reads": "input"}, r"`reads` is a sequence, got 'input'; write \('input',\)"),
-        ({"non_differentiable": "output"}, "`non_differentiable` is a sequence, got 'output'"),
-        ({"input_dtypes": torch.int8}, r"`input_dtypes` is a sequence, got torch.int8; write \(torch.int8,\)"),
-        ({"takes_gradients_in": ("float32",)}, "`takes_gradients_in` holds 'float32', which is no dtype"),
-        ({"gradients": lambda self, names: (ops.base.Gradient("input", (), "f"),)}, "`produces` of its Gradient is"),
-    ],
-)
-def test_an_opaque_op_that_lists_no_list(declared, words):
-    body = {"op_forward": lambda self, call, x: x, "op_backward": lambda self, call, dy: dy, **declared}
-    with pytest.raises(TypeError, match=rf"op 0 \(Odd '0'\): {words}"):
-        sequential(type("Odd", (ops.UnfusedOperation,), body)())(X)
 
 
 # -------------------------------------------------------------------------------- gradients
@@ -321,12 +258,6 @@ def test_what_gradients_does_not_list_gets_none_as_after_detach(kind: Any, befor
         got, want = (torch.autograd.grad(r, wanted, dy, allow_unused=True) for r in (y, meant))
         assert [g is None for g in got] == [g is None for g in want] and got[0] is None
         torch.testing.assert_close([g for g in got if g is not None], [g for g in want if g is not None])
-
-
-def test_gradients_that_list_nothing_are_an_error() -> None:
-    words = r"op 1 \(NoGradients '1'\): its gradients\(\) lists none.*non_differentiable = \(\"output\",\)"
-    with pytest.raises(ValueError, match=words):
-        Sequential(ops.GELU(), NoGradients())(torch.randn(5, WIDTH))
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])

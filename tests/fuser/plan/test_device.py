@@ -1,9 +1,8 @@
-"""Rooflines of the devices at hand, known by name or estimated, and what calls cost the host beside them."""
+"""Notes of plans on a device, its times, and calls of the host beside it. Devices: tests/plans/passes.py."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,97 +14,14 @@ from te_fuser.fuser import pipeline
 from te_fuser.fuser.plan.device import DEVICES, Device, _estimated, capturing, cpu_device, device_named, device_of
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fusions import Cost, Details
+from tests.plans.passes import at_hand
 from tests.settings import CPUS
 
 GPU = torch.device("cuda", 0)
 
 
-def at_hand(
-    monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int] = (9, 0), **properties: int
-) -> Device:
-    """The roofline of a GPU with this name and these properties, on a machine that has none."""
-    major, minor = capability
-    found = SimpleNamespace(name=name, major=major, minor=minor, **{"multi_processor_count": 132, **properties})
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    return device_of(GPU)
-
-
-KNOWN = {
-    "NVIDIA H200": "h200",
-    "NVIDIA H200 NVL": "h200-nvl",
-    "NVIDIA H100 80GB HBM3": "h100",
-    "NVIDIA H100 PCIe": "h100-pcie",
-    "NVIDIA H100 NVL": "h100-nvl",
-    "NVIDIA A100-SXM4-80GB": "a100",
-    "NVIDIA A100 80GB PCIe": "a100",
-    "NVIDIA A100-SXM4-40GB": "a100-40gb",
-    "NVIDIA A100-PCIE-40GB": "a100-40gb",
-    "A100-SXM4-40GB": "a100-40gb",
-    "NVIDIA B200": "b200",
-    "NVIDIA A10": "a10",
-    "NVIDIA L4": "l4",
-    "NVIDIA L40": "l40",
-    "NVIDIA L40S": "l40s",
-}
-
-
-@pytest.mark.parametrize("name", KNOWN)
-def test_known_gpus_are_found_by_whole_words(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert at_hand(monkeypatch, name) is DEVICES[KNOWN[name]]
-
-
-# Name -> capability, multiprocessors, memory clock (kHz), memory width (bits), bytes per second by the vendor.
-OTHERS = {
-    "NVIDIA A10G": ((8, 6), 80, 6251000, 384, 600e9),
-    "NVIDIA RTX A1000": ((8, 6), 18, 6001000, 128, 192e9),
-    "NVIDIA GeForce RTX 4090": ((8, 9), 128, 10501000, 384, 1008e9),
-    "NVIDIA A800-SXM4-80GB": ((8, 0), 108, 1593000, 5120, 2039e9),
-    "NVIDIA GH200 480GB": ((9, 0), 132, 2619000, 6144, 4023e9),
-    "NVIDIA B300 SXM6 AC": ((10, 3), 148, 3996000, 8192, 8184e9),
-    "NVIDIA H100 80GB HBM3 MIG 1g.10gb": ((9, 0), 16, 2619000, 640, 419e9),
-    "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition": ((12, 0), 188, 14001000, 512, 1792e9),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_gpus_keep_their_name_and_capability(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    capability, count, clock, width, bandwidth = OTHERS[name]
-    memory = {"memory_clock_rate": clock, "memory_bus_width": width}
-    found = at_hand(monkeypatch, name, capability, multi_processor_count=count, **memory)
-    assert (found.name, found.capability, found.multiprocessors) == (name, capability, count)
-    assert found.estimate and found.kind == "cuda"
-    assert found.bandwidth == pytest.approx(0.875 * bandwidth, rel=0.01)
-
-
-def test_rates_follow_the_multiprocessors_of_the_nearest_known_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    a10, found = DEVICES["a10"], at_hand(monkeypatch, "NVIDIA RTX A1000", (8, 6), multi_processor_count=18)
-    assert found.matrix_rate == pytest.approx({dtype: rate / 4 for dtype, rate in a10.matrix_rate.items()})
-    assert found.vector_rate == pytest.approx(a10.vector_rate / 4)
-    assert found.bandwidth == pytest.approx(a10.bandwidth / 4), "where PyTorch does not know the memory"
-    assert found.estimate == "its properties and the rates of a10"
-    unread = at_hand(monkeypatch, "NVIDIA RTX A1000", (8, 6), memory_clock_rate=0, memory_bus_width=128)
-    assert unread.bandwidth == pytest.approx(a10.bandwidth * 132 / 72)
-
-
-def test_geforce_cards_multiply_at_half_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """165.2 * 10**12 operations per second at most, adding up in float32, are the vendor's words for an RTX 4090."""
-    found = at_hand(monkeypatch, "NVIDIA GeForce RTX 4090", (8, 9), multi_processor_count=128)
-    assert found.matrix_rate["bfloat16"] == pytest.approx(0.8 * 165.2e12, rel=0.25)
-    assert found.vector_rate == pytest.approx(0.45 * 82.6e12, rel=0.25)
-
-
-NEAREST = {(7, 5): "a100", (8, 7): "a10", (9, 0): "h200", (10, 3): "b200", (11, 0): "b200", (12, 0): "b200"}
-
-
-@pytest.mark.parametrize("capability", NEAREST, ids=str)
-def test_the_nearest_known_gpu_is_by_capability(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    found = at_hand(monkeypatch, "NVIDIA Something", capability)
-    assert found.estimate == f"its properties and the rates of {NEAREST[capability]}"
-
-
 def test_a_plan_says_that_its_device_was_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = at_hand(monkeypatch, "NVIDIA L20", (8, 9), multi_processor_count=92)
+    device = at_hand("NVIDIA L20", (8, 9), 92)
     monkeypatch.setattr(pipeline, "device_of", lambda device_at_hand: device)
     model, x = Sequential(ops.LayerNorm(8)), torch.randn(3, 8)
     plan, text = model.plan(x), str(model.explain(x, details=True))
@@ -118,8 +34,8 @@ def test_a_plan_says_that_its_device_was_not_measured(monkeypatch: pytest.Monkey
     assert "on h200, " in str(measured) and not measured.plans[0].notes
 
 
-def test_generated_code_is_that_of_the_gpus_capability(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = at_hand(monkeypatch, "NVIDIA Something", (8, 9))
+def test_generated_code_is_that_of_the_gpus_capability() -> None:
+    device = at_hand("NVIDIA Something", (8, 9))
     model, x = Sequential(ops.LayerNorm(8192)), torch.randn(3, 8192, requires_grad=True)
     with fusions.only("stretch"):
         texts = [
@@ -204,21 +120,6 @@ def mlp(hidden: int) -> Sequential:
 def plan_of(rows: int, hidden: int, device: Device = H200) -> Plan:
     x = torch.empty(rows, hidden, device="meta", dtype=torch.bfloat16, requires_grad=True)
     return mlp(hidden).bfloat16().plan(x, device=device)
-
-
-def test_each_step_says_what_its_call_costs() -> None:
-    plan = plan_of(16, 256)
-    calls, cost = plan.device.host.calls, {s.name: s.host for s in plan.steps}
-    assert cost["layer_norm_fwd"] == cost["layer_norm_bwd"] == calls["kernel"]
-    assert cost["matmul_bias"] == cost["matmul_bias_backward"] == calls["product"]
-    on_cpu = plan_of(16, 256, DEVICES["cpu"])
-    cost = {s.name: s.host for s in on_cpu.steps}
-    assert cost["matmul_bias"] == cost["mat_mul.weight_gradient"] == on_cpu.device.host.calls["function"]
-    interpreted = (
-        mlp(256).double().plan(torch.randn(16, 256, dtype=torch.float64, device="meta"), device=DEVICES["cpu"])
-    )
-    first = interpreted.forward[0]
-    assert first.host == first.cost.launches * on_cpu.device.host.calls["torch"] > 0
 
 
 def test_a_gpu_works_beside_its_host() -> None:

@@ -1,4 +1,4 @@
-"""The form "transposed": which steps make it, of what, what is kept, and that products by it are right."""
+"""Values in other layouts, and scales that a call makes: products by them are right. Plans: tests/plans/passes.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from te_fuser.fuser import pipeline
 from te_fuser.fuser.graph.refs import GRADIENT, RECOMPUTED, VALUE, Form
 from te_fuser.fuser.plan.device import DEVICES
 from te_fuser.fuser.plan.plan import Plan
+from te_fuser.fuser.run.loading import execute, load
 from te_fuser.fuser.show.step_rows import step_rows
+from te_fuser.fuser.steps.step import Step
 from te_fuser.fusions.match import Body, Cost, FusionCall, Match
 from te_fuser.fusions.registry import Fusion
 from te_fuser.kernels.cublaslt import products
@@ -25,12 +27,14 @@ from te_fuser.kernels.quantizers import transpose_by_torch
 from te_fuser.ops.base import Gradient
 from te_fuser.ops.casts import QuantizeGradient
 from te_fuser.ops.float8_matmul import Float8MatMul, quantized
-from te_fuser.recipe import DelayedScaling
+from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from tests import fake_cublaslt
 from tests.fake_cublaslt import FakeCublasLt
 from tests.fake_cuda import Emulation, FakeDriver
 from tests.float8 import FORMATS, models
+from tests.fusions.emulated_gpu import on_an_emulated_gpu as emulated_gpu  # noqa: F401
 from tests.needs import needs_compiler
+from tests.plans.passes import by_scales_of_now, layer8, mlp8, transposed
 from tests.twins import randomize
 
 F, FFN, ROWS = 64, 128, 37
@@ -44,15 +48,6 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-def planned(name: str, device: str = "h200", memory: str = "balanced") -> Plan:
-    with torch.device("meta"):
-        model = MODELS[name]().to(BF16)
-        model.memory = memory
-        x = torch.empty(8192, F, dtype=BF16, requires_grad=True)
-    with te.fp8_autocast(enabled=True, fp8_recipe=DelayedScaling()):
-        return model.plan(x, device=device)  # type: ignore[no-any-return]
-
-
 def turned(plan: Plan, direction: str) -> dict[str, list[str]]:
     """The steps that store transposed, and what."""
     steps = plan.forward if direction == "forward" else plan.backward
@@ -61,10 +56,9 @@ def turned(plan: Plan, direction: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)])
-def test_compute_capability_10_alone_takes_them_so(capability: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compute_capability_10_alone_takes_them_so(capability: Any) -> None:
     """Whatever its minor number; 12 is as Hopper."""
-    monkeypatch.setitem(DEVICES, "one", replace(DEVICES["b200"], name="one", capability=capability))
-    p = planned("mlp", "one")
+    p = transposed(capability)
     assert bool(turned(p, "backward")) is (capability[0] != 10)
     made = [name for name, _ in p.before[0].outputs]
     assert any(name.endswith("turned") for name in made) is (capability[0] != 10)
@@ -90,16 +84,9 @@ def test_nothing_is_stored_that_nobody_reads(rows: int, features: int, memory: s
     assert "float8_mat_mul" not in "".join(s.name for s in p.steps)
 
 
-def test_one_layout_is_kept() -> None:
-    """Backward's layout of a factor is kept, and not its rows beside it: no bytes more than without."""
-    with torch.device("meta"):
-        model = te.TransformerLayer(4096, 16384, 32, params_dtype=BF16)
-    x = torch.empty(2048, 4, 4096, dtype=BF16, device="meta", requires_grad=True)
-    with te.fp8_autocast(enabled=True, fp8_recipe=DelayedScaling()):
-        (p,) = model.explain(x, device="h200", details=True).plans
-    kept = [k.ref for k in p.kept if k.ref.kind is VALUE and k.ref.spec(p.graph).dtype == torch.float8_e4m3fn]
-    assert [r.form for r in kept] == [TURNED] * 3
-    assert p.kept_bytes() <= 674 * 2**20
+def test_rows_of_plans_say_what_lies_transposed() -> None:
+    """Values that a layer keeps so, makes again, and the steps that store them."""
+    p = layer8()
     rows = [*step_rows(p, "forward"), *step_rows(p, "backward")]
     assert sum("quantize.output transposed (32.00 MiB)" in row.keeps for row in rows) == 3
     assert [row.again for row in rows if row.again] == [("quantize.output transposed",)]
@@ -300,3 +287,104 @@ def test_what_is_not_in_8_bits_is_not_turned(name: str) -> None:
 def test_what_cannot_be_named() -> None:
     with pytest.raises(ValueError, match='names nothing in its match; .* or "dy.transposed" for a gradient'):
         planned_where_it_reads("0.weight.transposed")
+
+
+# -------------------------------------------------------------------------------------------- by blocks, scales of now
+
+IN, WIDE = 128, 256
+BY_BLOCKS = ("blocks", "transposed_blocks")
+
+
+def by_blocks(steps: tuple[Step, ...]) -> list[str]:
+    """Names of tensors that steps take by blocks."""
+    return [name for s in steps for name, ref in s.inputs if ref.form.layout in BY_BLOCKS]
+
+
+def run_by_blocks(model: te.Sequential, x: torch.Tensor, dy: torch.Tensor, grad: bool) -> list[torch.Tensor]:
+    """The output, and all gradients if they are wanted."""
+    given = x.clone().requires_grad_(grad)
+    with te.autocast(recipe=Float8BlockScaling()), torch.set_grad_enabled(grad):
+        taken = by_blocks(model.plan(given).steps)
+        assert bool(taken) == fusions.enabled(fusions.BY_BLOCKS) and {name.split(".")[0] for name in taken} <= {
+            "input",
+            "dy",
+        }
+        y = model(given)
+        return [y.detach(), *(torch.autograd.grad(y, [given, *model.parameters()], dy) if grad else ())]
+
+
+def attending() -> list[Any]:
+    heads = ops.DotProductAttention(8, 16, mask="none", layout="sequence_first")
+    return [ops.LayerNorm(IN), ops.MatMul(IN, 3 * IN), ops.Bias(3 * IN), heads]
+
+
+@needs_compiler
+@pytest.mark.usefixtures("emulated_gpu")
+@pytest.mark.parametrize(
+    ("make", "shape", "out", "only"),
+    [
+        (lambda: mlp8(ops.GELU, True), (2, 3, 4), IN, fusions.names()),
+        (lambda: mlp8(ops.SwiGLU), (36,), IN, fusions.names()),
+        (attending, (9, 4), IN, (fusions.STRETCH, "own_scales_matmul", "attention_cuda_cudnn", fusions.BY_BLOCKS)),
+    ],
+    ids=["residual", "gated", "attention"],
+)
+def test_values_by_blocks_are_those_of_products_that_quantize(
+    make: Any, shape: Any, out: int, only: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, with and without gradients; behind attention a bias's gradient is that of what is rounded once."""
+    monkeypatch.setattr(Match, "why_no_cuda", lambda m: None)
+    torch.manual_seed(1)
+    model = te.Sequential(*make()).to(BF16)
+    x, dy = torch.randn(*shape, IN).to(BF16), torch.randn(*shape, out).to(BF16)
+    for grad in (True, False) if make is not attending else (True,):
+        with fusions.only(*only):
+            found = run_by_blocks(model, x, dy, grad)
+            with fusions.disabled(fusions.BY_BLOCKS):
+                wanted = run_by_blocks(model, x, dy, grad)
+        for a, b in zip(found, wanted, strict=True):
+            once = make is attending and a.dim() == 1
+            torch.testing.assert_close(a, b, rtol=0, atol=0.01 * b.abs().max().item() if once else 0)
+
+
+def numbers_of_a_call(rows: int) -> list[float]:
+    """Scales, and their reciprocals, that the steps of a call make."""
+    model = te.Sequential(ops.LayerNorm(IN), ops.Linear(IN, WIDE), ops.GELU(), ops.Linear(WIDE, IN)).to(BF16)
+    x, found = torch.randn(rows, IN).to(BF16).requires_grad_(), []
+
+    def wrap(step: Any, runner: Any, slots: Any) -> Any:
+        def run(tensors: Any) -> None:
+            runner(tensors)
+            if step.name == "scale_of_amax":
+                found.extend([float(tensors[slots[ref]]) for ref in step.writes()])
+
+        return run
+
+    with te.autocast(recipe=Float8CurrentScaling()):
+        (part,) = model._prepared()
+        known, call = part.fuser.prepare(x, {}, ())  # type: ignore[union-attr]
+        execute(load(known.plan, (), wrap=wrap), x, {}, call.parameters).sum().backward()
+    return found
+
+
+@needs_compiler
+@pytest.mark.usefixtures("emulated_gpu")
+def test_scales_where_there_are_no_rows_are_those_of_an_amax_of_zero() -> None:
+    """A kernel that has no rows is not launched."""
+    assert numbers_of_a_call(0) == [1.0] * 8
+    assert all(number not in (0.0, 1.0) for number in numbers_of_a_call(17))
+
+
+def test_scales_without_rows_that_pytorch_makes_are_the_same() -> None:
+    assert numbers_of_a_call(0) == [1.0] * 8
+
+
+def test_what_quantizes_on_its_way_says_why_not() -> None:
+    @fusions.fusion(forward=[ops.GELU, ops.Quantize], details=fusions.Details(registered=False))
+    def gelu_quantize(m: Any, x: Any) -> Any:
+        """Would read a scale that nobody has made."""
+
+    with fusions.only(gelu_quantize):
+        p = by_scales_of_now(training=False, grad=False)
+    (refused,) = [r for r in p.refusals if r.name == "gelu_quantize"]
+    assert "the scale of" in refused.reason and "which has to be there first" in refused.reason

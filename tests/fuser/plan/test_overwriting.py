@@ -26,7 +26,7 @@ from te_fuser.fuser.steps.step import Step
 from te_fuser.ops.base import Gradient, OpCall
 from te_fuser.ops.operations import UnfusedOperation
 from tests.fake_cuda import Emulation, FakeDriver
-from tests.fuser.run.test_segment_memory import Memory
+from tests.fuser.run.test_segment import Memory
 from tests.needs import needs_compiler
 from tests.twins import randomize, results_and_gradients, tensor
 
@@ -112,18 +112,6 @@ def spared(model: Sequential) -> int:
 
 
 # ------------------------------------------------------------------------------------------------- what plans say
-
-
-def test_backward_of_gelu_stores_over_both_that_it_reads(ours: None) -> None:
-    plan = mlp(ops.LayerNorm(WIDTH)).plan(x_of())
-    found = pairs(plan.backward)
-    assert found["bias_gelu_bwd"] == (("d_x", "d_gelu.output"), ("gelu.output", "bias.output"))
-    assert not pairs(plan.forward)  # what forward makes is kept
-
-
-def test_explain_says_so(ours: None) -> None:
-    text = str(mlp(ops.LayerNorm(WIDTH)).explain(x_of(), details=True))
-    assert "may store d_x over d_gelu.output" in " ".join(text.split())
 
 
 def test_without_gradients_forward_stores_over_what_dies(ours: None) -> None:

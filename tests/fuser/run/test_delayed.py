@@ -337,14 +337,6 @@ def test_a_parameter_is_saved_without_what_waits_at_it(tmp_path: Path) -> None:
     torch.testing.assert_close(model.weight.grad, x.detach().sum(0).expand(4, 6), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("given", [None, 3, [1]])
-def test_what_is_no_module_is_refused(given: Any) -> None:
-    with pytest.raises(TypeError, match="backward_dw takes a module, got"):
-        te_fuser.parallel.backward_dw(given)
-    with pytest.raises(TypeError, match="parallelize takes a module, got"):
-        te_fuser.parallelize(given, None)
-
-
 def test_many_that_wait_are_said_once() -> None:
     delayed._warn_many.cache_clear()
     model = product()

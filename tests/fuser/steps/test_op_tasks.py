@@ -1,4 +1,4 @@
-"""Opaque ops of several values: whole numbers, two steps, one tensor twice, ops by themselves, what is said wrong."""
+"""Opaque ops of several values, and what is said wrong; the hint for huge pages behind kernels."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from te_fuser import Sequential, ops
 from te_fuser.formula import split
 from te_fuser.formula.expr import Axes
+from te_fuser.fuser.steps import kernel_task
 from te_fuser.ops import op_table
 from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec, output_specs
 from te_fuser.ops.operations import UnfusedOperation
@@ -235,61 +236,33 @@ def test_a_tensor_that_is_given_twice() -> None:
     torch.testing.assert_close(got, want)
 
 
-# ------------------------------------------------------------------------------------------------------ errors
+Calls = list[tuple[int, int, int]]
 
 
-@pytest.mark.parametrize(
-    ("words", "changed"),
-    [
-        (
-            "only a RowOp names its output; put Fork or Output behind",
-            {"values": (), "named_outputs": lambda self: ("b",)},
-        ),
-        ("named_outputs.. leaves out 'b' of its `values`", {"named_outputs": lambda self: ()}),
-        ("'input' in its `values` is another tensor's name too", {"values": ("input",)}),
-        ("'b' in its `values` is another tensor's name too", {"emits": ("b",)}),
-        ("non_differentiable names 'c', which is none of its outputs", {"non_differentiable": ("c",)}),
-        ("infer.. says what 'c' is, which is none of its `values`", {"infer": lambda self, x: {"output": x, "c": x}}),
-        ("infer.. gives a int; return a Spec", {"infer": lambda self, x: 3}),
-        ("named_output.'b'. gives a int; return a Spec", {"infer": lambda self, x: {"output": x, "b": 3}}),
-        ("infer.. gives b and no output", {"infer": lambda self, x: {"b": x}}),
-        ("its forward gives output, but by `values` it is to give output, b", {"op_forward": lambda self, call, x: x}),
-        ("its forward gives b, but", {"op_forward": lambda self, call, x: {"b": x}}),
-        (
-            "its forward must return a tensor, got int for 'b'",
-            {"op_forward": lambda self, call, x: {"output": x, "b": 1}},
-        ),
-    ],
-)
-def test_an_op_that_is_said_wrong(words: str, changed: dict[str, Any]) -> None:
-    own = {
-        "values": ("b",),
-        "op_forward": lambda self, call, x: {"output": 2 * x, "b": 3 * x},
-        "op_backward": lambda self, call, dy: 2 * dy,
-    }
-    ours = Sequential(
-        ops.GELU(), op_table.exports.row(True)(type("Wrong", (UnfusedOperation,), own | changed))(), kernels="reference"
-    )
-    with pytest.raises((TypeError, ValueError), match=rf"op 1 \(Wrong '1'\): {words}"):
-        ours(torch.randn(7, WIDTH))
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    seen: Calls = []
+    monkeypatch.setattr(kernel_task, "_madvise", lambda: lambda *arguments: seen.append(arguments))
+    return seen
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (lambda dy: {"input": dy}, r"op 1 \(Wrong '1'\): .* a tensor as the gradient of 'input', got dict"),
-        (lambda dy: (dy, dy.sum(0)), r"Wrong: .* return dx, or \(dx, {name: gradient}\), got \(Tensor, Tensor\)"),
-    ],
-)
-def test_gradients_that_are_none(given: Any, words: str) -> None:
-    own = {"op_forward": lambda self, call, x: 2 * x, "op_backward": lambda self, call, dy: given(dy)}
-    ours = Sequential(ops.GELU(), type("Wrong", (UnfusedOperation,), own)(), kernels="reference")
-    with pytest.raises(TypeError, match=words):
-        ours(torch.randn(7, WIDTH, requires_grad=True)).sum().backward()
+def test_pages_lie_within_the_tensor(calls: Calls) -> None:
+    t = torch.empty(kernel_task.LARGE + 12345, dtype=torch.uint8)
+    kernel_task.prefer_huge_pages(t)
+    ((start, size, _),) = calls
+    assert start % 4096 == 0 and size % 4096 == 0
+    assert t.data_ptr() <= start and start + size <= t.data_ptr() + t.nbytes
+    assert size > t.nbytes - 2 * 4096
 
 
-def test_reading_a_gradient_that_does_not_come() -> None:
-    own = {"op_backward": lambda self, call, dy: 2 * dy + 3 * call["d_other"]}
-    ours = Sequential(ops.GELU(), type("Careless", (Exported,), own)(), kernels="reference")
-    with pytest.raises(KeyError, match="'d_other' is not among what this op reads"):
-        ours(torch.randn(5, WIDTH, requires_grad=True)).sum().backward()
+def test_small_and_absent_tensors_are_left_alone(calls: Calls) -> None:
+    kernel_task.prefer_huge_pages(torch.empty(kernel_task.LARGE - 1, dtype=torch.uint8))
+    kernel_task.prefer_huge_pages(torch.empty(2 * kernel_task.LARGE, dtype=torch.uint8, device="meta"))
+    assert not calls
+
+
+def test_the_system_takes_the_hint() -> None:
+    t = torch.empty(kernel_task.LARGE, dtype=torch.uint8)
+    kernel_task.prefer_huge_pages(t)
+    t[0] = t[-1] = 7
+    assert t[0] == t[-1] == 7

@@ -314,12 +314,3 @@ def test_ranks_that_are_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     model = Sequential(ops.GELU(), ops.AllReduce(ops.Group("tp", 2)))
     with pytest.raises(RuntimeError, match="torch.distributed knows no group 'tp' of 2 ranks in this process"):
         model.tune(torch.randn(4, 8))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("rounds", "3"), ("rounds", 0), ("seconds", "0.1"), ("seconds", -1.0), ("margin", "a"), ("margin", 2)],
-)
-def test_an_effort_that_is_none(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"^{name} .*; got {value!r}"):
-        Sequential(ops.GELU()).tune(torch.ones(2, 4), **{name: value})
