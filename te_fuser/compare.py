@@ -65,12 +65,10 @@ class Row:
     """Errors of one tensor in one case, as shares of the tensor's scale.
 
     Attributes:
-        case: what was run.
         tensor: which result: "output", "gradient of input", "gradient of 0.weight", ...
-        error, allowed: the largest error, over the largest magnitude of the exact result.
-        rms_error, rms_allowed: the root of the mean square error, over that of the exact result.
+        error: the largest one, over the largest magnitude of the exact result.
+        rms_error: the root of the mean square one, over that of the exact result.
         note: what is wrong where it is not a matter of accuracy.
-        dtype: the tensor's.
     """
 
     case: str

@@ -140,11 +140,7 @@ class LastCall:
         self._known: tuple[Any, Sequence[Form], Any] | None = None
 
     def note(self, module: torch.nn.Module, given: Sequence[Any], asked: Sequence[str], made: Sequence[Any]) -> None:
-        """Write a call down; where one is like the last, that costs a comparison.
-
-        Args:
-            asked: what was asked for by name.
-        """
+        """Write a call down, with what was asked for by name; where it is like the last, that costs a comparison."""
         if not all(isinstance(t, torch.Tensor) for t in (*given, *made)):
             self._known = None
             return

@@ -32,10 +32,7 @@ _NO_FORWARD = torch.nn.Module.forward  # that of modules which only hold others
 
 
 class ListOptions(dict[str, Any]):
-    """Options of a list by name, which who knows the list holds.
-
-    No plain dict: of these torch.export leaves copies in the list.
-    """
+    """Options of a list by name, held by who knows the list; of a plain dict torch.export leaves copies in the list."""
 
 
 class Option:
@@ -127,9 +124,6 @@ def flatten(root: OpList, holding: Facts | None = None, entering: Entering | Non
     Args:
         holding: what holds while it does; a group that is all goes by it.
         entering: what is known of what ranks have before it.
-
-    Raises:
-        ValueError: naming an op that cannot take what ranks have there, where that goes from part to part.
     """
     flattener = _Flattener()
     flattener.run(root)

@@ -189,11 +189,7 @@ class _Converter:
         return _BLOCKS[kind](self, module, path) if kind in _BLOCKS else _SINGLE[kind](module)
 
     def part(self, module: nn.Module, path: str) -> Any:
-        """Ops that stand for a module in a list, or the module itself.
-
-        Raises:
-            _Cannot: for attention that would not get its mask then.
-        """
+        """Ops that stand for a module in a list, or the module itself."""
         try:
             return self.convert(module, path)
         except _Cannot as no:
@@ -217,11 +213,7 @@ class _Converter:
 
 
 def _check_plain(module: nn.Module) -> None:
-    """Refuse a module that was changed after it was made, and so may mean something else.
-
-    Raises:
-        _Cannot: naming what was done to it.
-    """
+    """Refuse a module that was changed after it was made, and so may mean something else."""
     if any(hooks_of(module)):
         raise _Cannot("it has hooks, which run with the module alone")
     if is_parametrized(module):
@@ -353,11 +345,7 @@ _COMPUTING = ("forward", "_sa_block", "_ff_block")  # the methods that say what 
 
 
 def _kind(module: nn.Module) -> type[nn.Module]:
-    """The class that says how a module is converted; a subclass counts where it computes as that does.
-
-    Raises:
-        _Cannot: when there is no op for it.
-    """
+    """The class that says how a module is converted; a subclass counts where it computes as that does."""
     for kind in (*_SINGLE, *_BLOCKS):
         if isinstance(module, kind):
             own = [name for name in _COMPUTING if getattr(type(module), name, None) is not getattr(kind, name, None)]
@@ -371,12 +359,7 @@ def _kind(module: nn.Module) -> type[nn.Module]:
 
 
 def _check(module: nn.Module, made: nn.Module, x: torch.Tensor | None, mask: str, batch_first: bool) -> None:
-    """Compare the ops by their meaning with the module, both in eval mode.
-
-    Raises:
-        ValueError: when there is no input that the module takes.
-        RuntimeError: when they differ.
-    """
+    """Compare the ops by their meaning with the module, both in eval mode."""
     if any(t.is_meta for _, t in _tensors(module)):
         raise ValueError("from_torch cannot check a module on the meta device: give check=False")
     inputs = _random_inputs(module) if x is None else [x.detach()]

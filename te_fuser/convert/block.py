@@ -54,11 +54,9 @@ class _Now:
     """Settings by which a layer's attention runs, valid while they and its modules are what they were.
 
     Attributes:
-        attention: the module.
         left: whether it runs by itself; nothing else is known of it then.
         knows: whether the op computes the same as the model's function.
         heads: numbers of heads of queries, keys and values; `head_dim` features each.
-        options: arguments of the function beside queries, keys, values and mask.
         key: settings that lists depend on, beside the modules.
     """
 

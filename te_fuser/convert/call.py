@@ -35,12 +35,7 @@ _WITHOUT_EFFECT = {
 
 @dataclass(frozen=True)
 class LayerCall:
-    """The arguments of a layer's call beside its input, by the names that its class has for them.
-
-    Attributes:
-        arguments: what was handed.
-        cache: the name of the cache of keys and values among them.
-    """
+    """Arguments of a layer's call beside its input, by its class's names; `cache` names that of keys and values."""
 
     arguments: Mapping[str, Any]
     cache: str

@@ -273,12 +273,7 @@ def _blocks(model: nn.Module) -> list[Any]:
 
 
 def _checked(model: nn.Module) -> float:
-    """Largest distance of a converted model's results from the original's, relative to the largest of each.
-
-    Raises:
-        ValueError: where no module turns tokens into what layers take.
-        RuntimeError: when it is too large.
-    """
+    """Largest distance of a converted model's results from the original's, relative to the largest of each."""
     stacks = [m for m in model.modules() if any(_blocks(c) for c in m.children() if isinstance(c, nn.ModuleList))]
     stacks = [m for m in stacks if hasattr(m, "get_input_embeddings")]
     if not stacks:

@@ -43,7 +43,6 @@ class LayerParts:
     """The parts of one layer, as a list takes them.
 
     Attributes:
-        owner: the layer.
         left: path in the layer -> why the module there runs by itself.
         joined: names of parameters that an op reads as one.
         numbers: where the numbers lie that ops were made with, and under which name.

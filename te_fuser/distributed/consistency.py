@@ -98,11 +98,7 @@ def shared_errors(groups: Sequence[Group]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_thread(groups: Sequence[Group]) -> Iterator[None]:
-    """Context in which no other thread runs what these groups' ranks run together: orders would differ among ranks.
-
-    Raises:
-        RankMismatchError: where one does.
-    """
+    """Context in which no other thread runs what these groups' ranks run together: orders would differ among ranks."""
     with contextlib.ExitStack() as held:
         for group in filter(Group.is_here, groups):
             lock = _running.setdefault(group.process_group(), threading.RLock())

@@ -70,12 +70,7 @@ def is_dtensor(t: Any) -> TypeGuard[DTensor]:
 
 
 class Laid(NamedTuple):
-    """Layout of parts that are each cut among ranks: all shares of the first rank, then those of the next.
-
-    Attributes:
-        sizes: the features of each part.
-        ranks: the number of ranks that cut them.
-    """
+    """Layout of parts of these sizes, each cut among so many ranks: all shares of the first rank, then of the next."""
 
     sizes: tuple[int, ...]
     ranks: int
@@ -161,12 +156,7 @@ class _OwnPart(torch.autograd.Function):
 
 
 def as_gradient(gradient: torch.Tensor, spec: Any, shape: tuple[int, ...]) -> torch.Tensor:
-    """The gradient of this rank's own part as that of the DTensor: it lies as this does.
-
-    Args:
-        spec: the DTensor's.
-        shape: of its rank's own tensor.
-    """
+    """The gradient of this rank's own part, which has this shape, as that of a DTensor of this spec: it lies alike."""
     kind = sys.modules["torch.distributed.tensor"].DTensor  # whose __init__ does nothing, and takes 4 us
     if gradient.storage_offset():  # of such a one no DTensor can be copied; of the same memory as a storage it can
         gradient = torch.from_dlpack(gradient)
@@ -202,9 +192,6 @@ def filled(owner: torch.nn.Module, name: str, fill: Callable[[torch.Tensor], Any
 
 
 def is_taken_away(owner: torch.nn.Module) -> bool:
-    """True where `fully_shard` takes parameters of a module away between forward and backward.
-
-    Its marks are hooks for loading, on each module that owns some.
-    """
+    """True where `fully_shard` takes a module's parameters away after forward: its marks are the owner's load hooks."""
     hooks = (h for m in owner.modules() for h in m._load_state_dict_post_hooks.values())
     return any((getattr(hook, "__module__", None) or "").startswith("torch.distributed.fsdp") for hook in hooks)

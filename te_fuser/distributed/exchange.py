@@ -135,11 +135,7 @@ class Exchange:
         return 2 if self.balanced else 1
 
     def start(self, x: torch.Tensor, group: Group, by: Transport | None = None) -> UnderWay:
-        """Send x; what comes back is there when `wait` has waited for it.
-
-        Args:
-            by: what moves it; None: the ProcessGroup.
-        """
+        """Send x by a transport, or by the ProcessGroup; what comes back is there when `wait` has waited for it."""
         n, x = group.size, x.detach()
         x = x.view(torch.uint8) if x.dtype in FLOAT8.values() else x  # of which not every backend knows
         sent = (x if self.cut is None else self._cut(x, self.cut, n)).contiguous()
@@ -154,11 +150,7 @@ class Exchange:
         )
 
     def wait(self, started: UnderWay, group: Group, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Wait for what `start` gave, and join it.
-
-        Args:
-            dtype: of 8 bits, which are sent as bytes.
-        """
+        """Wait for what `start` gave, and join it; `dtype` is that of 8 bits, which are sent as bytes."""
         started.work.wait()
         y = started.arriving
         y = y if self.join is None else self._join(y, self.join, group.size)

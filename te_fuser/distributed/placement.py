@@ -71,13 +71,7 @@ class Partial(Placement):
 
 @dataclass(frozen=True)
 class Entry:
-    """Placements where a part of a list begins.
-
-    Attributes:
-        x: of what enters it.
-        start: of the input of the whole list.
-        named: by name, of what ops before it have named.
-    """
+    """Placements where a part of a list begins: of what enters it, of the list's input, of what ops before it named."""
 
     x: Placement
     start: Placement

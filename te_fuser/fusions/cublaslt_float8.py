@@ -257,12 +257,7 @@ def declare(
 ) -> Fusion:
     """The fusion that a row says, registered; joint where it saves something. It has no body: that is chosen.
 
-    Args:
-        which: products that it runs.
-        when: f(match) -> why it does not take that, whatever cuBLASLt can.
-        cost: f(match, kind).
-        choose: f(match, method, kind).
-        more: what else is said of a fusion.
+    `when` gives why it does not take a match, whatever cuBLASLt can.
     """
 
     def accepts(m: Match) -> str | bool:

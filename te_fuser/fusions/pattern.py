@@ -167,11 +167,7 @@ def matches(
     start: int,
     places: Sequence[tuple[Place, ...]] = (),
 ) -> Iterator[int]:
-    """Every stop such that ops[start:stop] fits the whole pattern, each once, longest first.
-
-    Args:
-        places: of each op, where it stands in fused operations; by default in none.
-    """
+    """Every stop such that ops[start:stop], at places in fused operations, fits a pattern; each once, longest first."""
     first = heads(pattern) if start < len(ops) else None
     if first is None or among(first, (ops[start].kind,)):
         yield from sorted(set(_stops(tuple(pattern), _List(ops, places), start)), reverse=True)

@@ -147,9 +147,7 @@ def _weight_kind(m: Match, at: int) -> str:
 def _cost_back(m: Match, kind: str, share: float, at: int, *, read: float = 0, written: float) -> Cost:
     """Cost of dy W, and then of the gradient of the weight of op `at`, where it is needed.
 
-    Args:
-        kind, share: of dy W, as in `_cost`.
-        read, written: bytes beside those of a product of that kind.
+    `kind` and `share` are of dy W, as in `_cost`; `read` and `written` are bytes beside those of that product.
     """
     product = _cost(m, kind, share, at) + Cost(read, written, launches=0, efficiency=share)
     if not m[at].weight.requires_grad:

@@ -256,7 +256,6 @@ class Wanted:
     """Parameters made for one op that a plan reads.
 
     Attributes:
-        op: as the plan has it.
         given: what is known of the parameters that it is made of, in the order of the maker's `of`.
         makes: the names of what is read, in the order of the maker's `makes`.
         again: those that are not kept for backward, but made again there.

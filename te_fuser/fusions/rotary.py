@@ -132,11 +132,8 @@ class _Covered:
     """Summary of a match's ops: all that bodies need beside a call's tensors.
 
     Attributes:
-        rotation, norm: the places of both in the match, if they are there.
+        rotation, norm, bias_at: the places of these in the match, if they are there; `bias` is the dtype of that.
         tables: names of the rotation's inputs that are given: angles of queries, of keys; or cosines and sines.
-        starts, offsets: whether they are given.
-        norm_names: the norm's parameters.
-        bias, bias_at: the dtype of the bias before them and its place, if there is one.
         stored: the dtype of 8 bits in which the gradient of the input is wanted, if it is.
         context: how ranks cut the sequence.
     """

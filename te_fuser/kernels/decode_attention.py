@@ -137,11 +137,7 @@ def why_not_one_query(head_dim: int, dtype: torch.dtype) -> str | None:
 
 @dataclass(frozen=True)
 class OneQuery(TextKernel[_native.CudaKernel]):
-    """The kernel for heads of one kind.
-
-    Args:
-        left: how many keys a query sees before the last; None: all.
-    """
+    """The kernel for heads of one kind; a query sees `left` keys before the last, None: all."""
 
     head_dim: int
     kv_heads: int

@@ -53,12 +53,7 @@ class Scaled:
 
 @dataclass(frozen=True)
 class HeadsPass(TextKernel[_native.CudaKernel]):
-    """Case that the text of such a pass is written for.
-
-    Attributes:
-        heads: of `head_dim` features each, and where they lie.
-        dtype: of what is read and stored.
-    """
+    """Case that the text of such a pass is written for: `heads` of `head_dim` features, read and stored in `dtype`."""
 
     heads: Any
     dtype: torch.dtype

@@ -155,15 +155,11 @@ def turn(
     sums: torch.dtype | None = None,
     scaled: Scaled | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Turn queries and keys of x + bias, or turn them back.
+    """Turn queries and keys of packed x + bias, or turn them back: the result, contiguous, and the sums [F] or None.
 
     Args:
-        x: packed heads in the layout of `heads`, on a CUDA device; float32, bfloat16 or float16.
-        bias: [F], of any of these dtypes.
         sums: the dtype of the sums over rows that are returned too, as the gradient of a bias is.
         scaled: how the result is stored in 8 bits; None: as x is.
-
-    Returns: the packed result, contiguous, and the sums [F] or None.
     """
     biased, stored = None if bias is None else bias.dtype, None if scaled is None else scaled.dtype
     ready = _ready(heads, x.dtype, False, rotation, back, biased, sums, stored, x.device)
@@ -198,8 +194,7 @@ class Packing:
             parts: queries [B, G, R, S, D], keys and values [B, G, S, D], on a CUDA device, of one dtype, with any
                 strides.
             grouped: makes such parts of those that are given, by views alone.
-            sums: the dtype of the sums over rows that are returned too, as the gradient of a bias is.
-            scaled: how the result is stored in 8 bits; None: as the parts are.
+            sums, scaled: as `turn` takes them.
         """
         q, k, v = parts
         stored = None if scaled is None else scaled.dtype
@@ -235,8 +230,6 @@ class Rows:
     """Sizes and strides of a launch's tensors, as the kernel takes them.
 
     Attributes:
-        out: the shape of the result.
-        count: rows, which are samples times positions.
         reaches: elements from the first to the last of each source; 0: it is contiguous.
         steps: the integers that the kernel takes.
     """

@@ -43,12 +43,7 @@ def why_not(heads: PackedHeads, dtype: torch.dtype, in_blocks: bool = False) -> 
 class PackedTiles(TextKernel[_native.CudaKernel]):
     """Case that the text of the kernel is written for.
 
-    Attributes:
-        heads: how the result lies.
-        dtype: of what is read.
-        stored: of the result, 8 bits.
-        sums: of the sums over tokens, if any.
-        in_blocks: whether it has a scale for each 128 numbers, as `codegen.description.Store` has these.
+    `stored` are 8 bits, `in_blocks` with a scale for each 128 numbers, as `codegen.description.Store` has these.
     """
 
     heads: PackedHeads
@@ -145,9 +140,7 @@ class TilePacking:
     ) -> Packed8:
         """Rows in the layout of the heads, the same turned [F, tokens, padded to 16], and the sums [F] or None.
 
-        Args:
-            parts: as `packed_heads.Packing` takes them, and `grouped` and `sums`.
-            scaled: how the result is stored, or the dtype of 8 bits by blocks, behind which the scales then lie.
+        As `packed_heads.Packing`; `scaled` may be the dtype of 8 bits by blocks, behind which the scales then lie.
         """
         q, k, v = parts
         stored, in_blocks = (scaled, True) if isinstance(scaled, torch.dtype) else (scaled.dtype, False)

@@ -101,11 +101,7 @@ def _why_no_peers(group: Group, device: torch.device) -> str | None:
 
 
 class Peers:
-    """The buffers of a group on a device, which grow when an exchange needs more, by all ranks at once.
-
-    Attributes:
-        ranks, rank: how many there are, and this one's number.
-    """
+    """The buffers of a group on a device, which grow when an exchange needs more, by all ranks at once."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self.ranks, self.rank = group.size, group.rank
@@ -120,12 +116,7 @@ class Peers:
         self._given_up = ""  # why nothing is exchanged any more
 
     def buffers(self, block_bytes: int) -> _native.PeerBuffers:
-        """Buffers for one more exchange of blocks of so many bytes; all ranks ask for them in the same order.
-
-        Raises:
-            RankMismatchError: where an exchange of the group was given up.
-            RuntimeError: where there is no memory for them, or a CUDA graph is captured that needs larger ones.
-        """
+        """Buffers for one more exchange of blocks of so many bytes; all ranks ask for them in the same order."""
         self.check()
         self._started += 1
         found = self._native
@@ -140,11 +131,7 @@ class Peers:
         return self._blocks(buffer, like.shape, like.dtype)
 
     def check(self) -> None:
-        """Refuse more exchanges where the device waited for other ranks in vain.
-
-        Raises:
-            RankMismatchError: naming those that did not come.
-        """
+        """Refuse more exchanges where the device waited for other ranks in vain."""
         if self._given_up:
             raise consistency.RankMismatchError(f"{self._given_up}. Nothing is exchanged any more: end the processes")
 
@@ -246,11 +233,7 @@ class ByCopies:
 
 
 class _Copies:
-    """Copies under way, and the tensors that they need, which may not be freed before.
-
-    Attributes:
-        blocks: those of all ranks, of which the sum is wanted.
-    """
+    """Copies under way, and the tensors that they need, which may not be freed before; `blocks` are to be added up."""
 
     def __init__(
         self,
@@ -351,11 +334,7 @@ def _watch() -> None:
 
 
 def _symmetric_allocation(group: Group, size: int, device: torch.device) -> Memory:
-    """Memory of so many bytes on each rank, which every rank can write.
-
-    Raises:
-        RuntimeError: where they cannot be had, or by NVLink multicast alone.
-    """
+    """Memory of so many bytes on each rank, which every rank can write."""
     os.environ.setdefault(MULTICAST, "1")
     why = _why_multicast()
     if why is not None:

@@ -73,9 +73,7 @@ class Turning:
 
     Attributes:
         rotary_dim: features that turn.
-        tables: "angles" (of all that turns), "pair" (of queries, of keys) or "cos_sin".
-        queries, keys: whether they turn.
-        dtype: of the tables.
+        tables: "angles" (of all that turns), "pair" (of queries, of keys) or "cos_sin"; `dtype` is theirs.
         starts, offsets: dtypes of them, where the call gives them; if both, the same.
         padded: whether rows at positions without angles are padding, and take the nearest; else they are NaN.
     """
@@ -113,7 +111,6 @@ class TurnedPass(HeadsPass):
     """Case that the text of the pass is written for.
 
     Attributes:
-        back: whether it is the backward.
         columns: the dtype of the sums over rows that backward gives, if any.
         gradients: of which of `WEIGHTS` backward gives the gradients.
         stored: the dtype of 8 bits that the result is scaled to, if it is.
@@ -356,9 +353,6 @@ class Turned:
             x: heads, or in backward the gradient of the output, on a CUDA device, of the pass's dtype.
             read: in backward of a norm, the input of the forward.
             scaled: how the result is stored in 8 bits, where the pass says that it is.
-
-        Raises:
-            ValueError: for more rows than the kernel counts, and angles of no position.
         """
         p = self._pass
         out = torch.empty_like(x, dtype=p.stored or x.dtype, memory_format=torch.contiguous_format)

@@ -48,11 +48,7 @@ def transpose_by_torch(data: torch.Tensor) -> torch.Tensor:
 
 
 def transpose_by_kernel(data: torch.Tensor) -> torch.Tensor:
-    """Turn data in one launch, on a GPU; plans compile the kernel.
-
-    Raises:
-        ValueError: for what `reason_not` names, and for more tokens than the kernel counts.
-    """
+    """Turn data in one launch, on a GPU; plans compile the kernel."""
     *leading, features = data.shape
     tokens = math.prod(leading)
     why = why_not_transposed(features)
@@ -123,13 +119,7 @@ Quantizer = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Weight8:
-    """Request for a weight in 8 bits.
-
-    Attributes:
-        dtype: the weight's.
-        rows, turned: in which layouts.
-        records: whether its amax is raised.
-    """
+    """Request for a weight of this dtype in 8 bits, in these layouts; `records`: its amax is raised."""
 
     dtype: torch.dtype
     rows: bool = True
@@ -169,11 +159,9 @@ def weights_by_torch(weights: Sequence[Weight8], *tensors: torch.Tensor) -> Any:
 
 @dataclass(frozen=True)
 class QuantizeWeights(TextKernel[_native.QuantizeWeights]):
-    """The kernel as plans compile it beside their generated ones.
+    """The kernel as plans compile it beside their generated ones; `dtype` is the 8 bits that it makes.
 
-    Attributes:
-        dtype: which 8 bits it makes.
-        scale: what it makes of each amax; it is then given four numbers for each, `codegen.description.NUMBERS`.
+    `scale` is what it makes of each amax; it is then given four numbers for each, `codegen.description.NUMBERS`.
     """
 
     dtype: torch.dtype = DTYPE
@@ -204,11 +192,7 @@ def measuring_weights(scaling: OwnScales) -> QuantizeWeights:
 class OwnWeights:
     """f(*weights) -> (what is made of them in 8 bits, their scales, the reciprocals of these).
 
-    Plans compile the kernels.
-
-    Args:
-        weights: what is made of each.
-        scalings: how each gets its scale; by one launch for those that do alike.
+    `scalings` say how each gets its scale; by one launch for those that do alike. Plans compile the kernels.
     """
 
     def __init__(self, device: torch.device, weights: Sequence[Weight8], scalings: Sequence[OwnScales]) -> None:
@@ -254,9 +238,6 @@ class BlocksOf:
     By rows it is [.., features], or [tokens up to a multiple of 16, features] where tokens are no multiple of 4;
     turned, [features, tokens up to a multiple of 16]. The scales lie as `_native.CudaMatmul` takes them. What the
     kernel does not make is empty.
-
-    Args:
-        kernel: that for x's dtype, which plans compile.
     """
 
     __slots__ = ("_by_rows", "_kernel", "_ready", "_turned")
@@ -301,8 +282,7 @@ class BlocksOf:
 def unpacked(made: torch.Tensor, columns: int, turned: bool = False) -> Factor:
     """A matrix as a generated kernel makes it by blocks, [.., features and room for their scales].
 
-    Args:
-        columns: features; turned, tokens, which come up to a multiple of 16.
+    `columns` are features; turned, tokens, which come up to a multiple of 16.
     """
     *leading, _ = made.shape
     rows, room, flat = math.prod(leading), padded(columns) if turned else columns, made.view(-1)
@@ -317,11 +297,7 @@ def _scales_of(rows: int, columns: int, square: bool) -> tuple[int, int]:
 
 
 def _readable(x: torch.Tensor, tokens: int) -> torch.Tensor:
-    """x as the kernel can read it.
-
-    Raises:
-        ValueError: for features that are no multiple of 16, and for more rows than the kernel counts.
-    """
+    """x as the kernel can read it."""
     features = x.shape[-1]
     if features % STEP or max(tokens, features) > _MOST:
         raise ValueError(

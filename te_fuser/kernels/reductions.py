@@ -41,9 +41,7 @@ class Folded(NamedTuple):
 class AmaxFolder:
     """Folds amaxes of always the same products, whose histories and scales stay where they are, side by side.
 
-    Args:
-        products: by their rows among the amaxes; other rows are counted and cleared alone.
-        rows: how many there may be.
+    `products` are by row among the amaxes, of which there may be `rows`; other rows are counted and cleared alone.
     """
 
     def __init__(self, products: Mapping[int, Folded], rows: int, device: torch.device) -> None:

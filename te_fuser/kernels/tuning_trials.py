@@ -47,12 +47,7 @@ def dropped(trials: Iterable[Trial]) -> list[Trial]:
 
 
 def concluded(trials: Sequence[Trial], place: str, contest: Callable[[], float]) -> list[Trial]:
-    """The trials and, where one was taken, the last one: all that was taken together.
-
-    Args:
-        place: what the last one is called.
-        contest: gives the model's time with all that was taken over that without any of it.
-    """
+    """The trials and, where one was taken, a last one, `place`: all that was taken, in a contest with none of it."""
     if not any(t.taken for t in trials):
         return list(trials)
     total = contest()

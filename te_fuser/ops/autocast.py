@@ -21,9 +21,6 @@ class AutocastPolicy:
             x as it comes, and where that is in the lower dtype, as after a product, fusions read float32 parameters in
             it too; formulas need not. None leaves the op alone.
         wide_parameters: those that an opaque op takes in float32 whatever its input is.
-
-    Raises:
-        ValueError: when `runs_in` is another word.
     """
 
     runs_in: str | None = None

@@ -346,14 +346,7 @@ def revise(op: FusableOperation) -> None:
 
 
 def output_specs(op: FusableOperation, x: Spec, inputs: Mapping[str, Spec] | None = None) -> dict[str, Spec]:
-    """Specs of all outputs, "output" and the named ones: as infer_from() says, else as named_output() does.
-
-    Args:
-        inputs: the named inputs by argument.
-
-    Raises:
-        TypeError, ValueError: when the op cannot take these, or says of no output what it is.
-    """
+    """Specs of all outputs, "output" and the named ones: as infer_from() says, else as named_output() does."""
     said = op.infer_from(x, inputs or {})
     given = {**said} if isinstance(said, Mapping) else {"output": said}
     if "output" not in given:

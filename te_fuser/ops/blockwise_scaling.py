@@ -9,10 +9,7 @@ from te_fuser.recipe.recipes import Block, OwnScales
 
 
 def scales_of(t: torch.Tensor, dtype: torch.dtype, scaling: OwnScales) -> torch.Tensor:
-    """The scales of a matrix [rows, columns] in a dtype of 8 bits: [], or one for each block [blocks, blocks].
-
-    They are float32; float64 where t is so.
-    """
+    """Scales of a matrix [rows, columns]: [], or one a block [blocks, blocks]; float32, of a float64 one float64."""
     return scale_by(_amaxes(t, scaling.block).to(torch.promote_types(t.dtype, torch.float32)), dtype, scaling)
 
 
@@ -36,11 +33,7 @@ def put_scales(
 
 
 def quantized(t: torch.Tensor, dtype: torch.dtype, scaling: OwnScales) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix [rows, columns] times its scales in 8 bits, and what that is multiplied by to be itself again.
-
-    Returns:
-        data in the dtype, and the reciprocals of the scales as `scales_of` gives them.
-    """
+    """A matrix [rows, columns] times its scales in 8 bits, and the reciprocals of these as `scales_of` gives them."""
     scale = scales_of(t, dtype, scaling)
     return rounded(t.to(scale.dtype) * spread(scale, t.shape, scaling.block), dtype), scale.reciprocal()
 

@@ -88,11 +88,7 @@ def _required(init: Any) -> tuple[str, ...]:
 
 
 def check_arguments(kind: type, given: Sequence[Any], named: Mapping[str, Any]) -> None:
-    """Refuse arguments that the constructor of a class does not take.
-
-    Raises:
-        TypeError: naming the nearest, and what it takes.
-    """
+    """Refuse arguments that the constructor of a class does not take."""
     signature = _signature(kind.__init__)  # type: ignore[misc]
     if not named and len(given) == len(_required(kind.__init__)):  # type: ignore[misc]
         return
@@ -168,12 +164,7 @@ _P = ParamSpec("_P")
 
 
 def feature_size(features: int | Sequence[int], name: str = "features") -> int:
-    """The size of the last dimension from an int or a sequence of one, as torch.nn takes it.
-
-    Raises:
-        ValueError: for more than one dimension, or a negative size.
-        TypeError: for anything but whole numbers.
-    """
+    """The size of the last dimension from an int or a sequence of one, as torch.nn takes it."""
     sizes = tuple(features) if isinstance(features, (tuple, list, torch.Size)) else (features,)
     if not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
         raise TypeError(f"{name} is a whole number, got {features!r}")
@@ -227,12 +218,7 @@ def check_features(op: FusableOperation, x: Spec, features: int) -> None:
 
 
 def check_probability(p: float, name: str | None = None) -> float:
-    """A drop probability as a float; `name` is what the caller calls it.
-
-    Raises:
-        ValueError: when it is not in [0, 1].
-        TypeError: when it is no number.
-    """
+    """A drop probability as a float; `name` is what the caller calls it."""
     what = "a drop probability" if name is None else f"{name}, a drop probability,"
     if not isinstance(p, (int, float)):
         raise TypeError(f"{what} is a number in [0, 1], got {p!r}")
@@ -272,12 +258,7 @@ def whole_number(op: str, name: str, value: int) -> int:
 
 
 def count(op: str, name: str, value: int, least: int = 1) -> int:
-    """An argument of an op that counts something.
-
-    Raises:
-        TypeError: when it is no whole number.
-        ValueError: when it is less than `least`.
-    """
+    """An argument of an op that counts something."""
     found = whole_number(op, name, value)
     if found < least:
         raise ValueError(f"{op} takes a whole number from {least} on as {name}, got {value}")
@@ -299,11 +280,7 @@ def function_or_none(op: str, name: str, value: Any) -> Any:
 
 
 def check_last(op: FusableOperation, dim: int) -> None:
-    """Take the `dim` that torch.nn's module of that name has, where it is the last one.
-
-    Raises:
-        ValueError: when it is another.
-    """
+    """Take the `dim` that torch.nn's module of that name has, where it is the last one."""
     if dim != -1:
         name = type(op).__name__
         raise ValueError(
@@ -332,11 +309,7 @@ def check_name(name: str) -> str:
 
 
 def check_parameters_dtype(name: str, dtype: Any) -> None:
-    """Refuse what is no dtype for parameters, under the argument's name; None is torch's default.
-
-    Raises:
-        TypeError: saying what to write.
-    """
+    """Refuse what is no dtype for parameters, under the argument's name; None is torch's default."""
     if not (dtype is None or isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         use = f"torch.{dtype}" if str(dtype) in TABLE else "torch.bfloat16, say"
         raise TypeError(f"{name} is a floating-point dtype of torch's, got {dtype!r}: use {use}")

@@ -65,9 +65,6 @@ def alike(op: Op, features: int, **changed: Any) -> Op:
     """An op of the same kind for so many input features, made on the meta device where it takes one.
 
     Its constructor gets the attributes that have its arguments' names.
-
-    Raises:
-        NotImplementedError: when an argument without a default is no such attribute.
     """
     given: dict[str, Any] = {}
     for name, argument in inspect.signature(type(op)).parameters.items():

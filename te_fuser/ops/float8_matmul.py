@@ -96,9 +96,7 @@ class Float8Form:
     def _factor(self, given: Given, product: int, place: int, t: torch.Tensor | None = None) -> torch.Tensor:
         """x, W or dy by rows as it is multiplied: what its 8 bits stand for, or as it is, where the product is kept.
 
-        Args:
-            product: y, dx or dW.
-            place: of the factor in `_ROLES`; W is given by its name.
+        `product` is y, dx or dW, `place` that of the factor in `_ROLES`; W is given by its name.
         """
         role, wide = _ROLES[place], torch.promote_types(self.dtype, torch.float32)
         is_quantized = self.weight_is_kept if place == 1 else self.comes_quantized

@@ -256,11 +256,7 @@ class RotaryByAngles(OfPositions):
         return rows if rows.dtype == wide else rows.to(wide)
 
     def _rows(self, given: torch.Tensor, places: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
-        """Rows of a table at places [S, B] of samples [B], or at places [T].
-
-        Raises:
-            ValueError: on a CPU, for places that it does not have, where they are not padding.
-        """
+        """Rows of a table at places [S, B] of samples [B], or at places [T]."""
         last = given.shape[0] - 1
         within = places.clamp(0, last)
         rows = given[within] if samples is None else given.expand(-1, len(samples), -1, -1)[within, samples]

@@ -19,11 +19,7 @@ def on_grid(size: int) -> int:
 
 
 class Questions:
-    """Questions asked of the sizes of one call while it was planned, each once.
-
-    Attributes:
-        answers: a question, as an expression of the sizes s0, s1, ... -> its answer.
-    """
+    """Questions asked of the sizes s0, s1, .. of one call while it was planned, as expressions, and their answers."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Any] = {}

@@ -61,9 +61,6 @@ def torch_function(found: TorchFunction | Callable[..., TorchFunction | None]) -
     Args:
         found: the function; or f(op, x, names) -> the function, or None where there is none, for what is known of x
             (`Spec`) and the names of the parameters and named inputs that are bound.
-
-    Raises:
-        TypeError: when it is neither.
     """
     if not isinstance(found, TorchFunction) and not inspect.isfunction(found):
         raise TypeError(f"torch_function takes a TorchFunction, or a function (op, x, names) of it, got {found!r}")

@@ -117,10 +117,7 @@ def set_laid(owner: torch.nn.Module, name: str, laid: Laid) -> None:
 
 
 def keep_whole_shapes(owner: torch.nn.Module) -> None:
-    """Let checkpoints of a module have the shapes of the whole model.
-
-    What it loads may be whole tensors, of which each rank takes its part.
-    """
+    """Let checkpoints of a module have the whole model's shapes: of tensors that it loads each rank takes its part."""
     hooks: Iterable[Any] = owner._load_state_dict_pre_hooks.values()
     if any(hook.hook is _take_whole for hook in hooks):
         return

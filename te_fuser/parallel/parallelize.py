@@ -205,11 +205,7 @@ def cut_sequence(x: torch.Tensor, group: Any, dim: int = 0, balanced: bool = Fal
 
 
 def _share_presets(model: torch.nn.Module, mesh: DeviceMesh, sequence_parallel: bool, sequence_dim: int) -> None:
-    """Let the ranks of a mesh share the attentions and MLPs in a model, as `set_parallel_mode=True` does.
-
-    Raises:
-        ValueError: for one that is shared already, and for heads and features that cannot be cut into equal parts.
-    """
+    """Let the ranks of a mesh share the attentions and MLPs in a model, as `set_parallel_mode=True` does."""
     group = Group.of("parallelize", mesh)
     presets = [m for m in model.modules() if isinstance(m, Preset)]
     parts: dict[torch.nn.Module, dict[str, Parts]] = {}

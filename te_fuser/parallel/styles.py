@@ -192,9 +192,6 @@ def distribute(
     Args:
         parts: what lies along dimension 0, each of which is cut by itself.
         source: the rank in the mesh whose values all get; None: each has the same, and nothing is sent.
-
-    Raises:
-        ValueError: when it is a DTensor that lies in another way.
     """
     old = owner._parameters.get(name)
     if old is None:

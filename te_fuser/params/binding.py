@@ -98,21 +98,13 @@ class WeakBinding(Binding):
 
 
 def place_of(owner: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
-    """The module that has the parameter of that name, and its name there: `q_proj.weight` is that of a part.
-
-    Raises:
-        AttributeError: when there is no such part.
-    """
+    """The module that has the parameter of that name, and its name there: `q_proj.weight` is that of a part."""
     path, _, last = name.rpartition(".")
     return (owner.get_submodule(path) if path else owner), last
 
 
 def owned(owner: torch.nn.Module, names: Iterable[str]) -> Facts:
-    """Facts that hold while each parameter stays with its module, and each missing one stays missing.
-
-    Raises:
-        AttributeError: when there is no such part.
-    """
+    """Facts that hold while each parameter stays with its module, and each missing one stays missing."""
     facts = []
     for name in names:
         module, last = place_of(owner, name)

@@ -87,11 +87,7 @@ class JoinedBinding(WeakBinding):
         return True
 
     def parts(self) -> list[torch.Tensor]:
-        """The parameters as they are now.
-
-        Raises:
-            ValueError, TypeError: when they cannot be joined.
-        """
+        """The parameters as they are now."""
         owner = self.owner
         found = [getattr(part(), last) for part, last in self.__dict__["_places"]]
         first = found[0]

@@ -15,11 +15,7 @@ LEFT = "sequence_parallel"  # attribute of a parameter whose gradient the engine
 
 
 def is_left(parameter: torch.Tensor) -> bool:
-    """True where the engine adds up a parameter's gradient, as its mark says.
-
-    Raises:
-        ValueError: where it was joined from several, and some of them alone are marked.
-    """
+    """True where the engine adds up a parameter's gradient, as its mark says."""
     marks = {bool(getattr(part, LEFT, False)) for part in parts_of(parameter) or (parameter,)}
     if len(marks) > 1:
         raise ValueError(

@@ -54,12 +54,7 @@ def put_gradient(
 ) -> torch.Tensor:
     """Put dy^T x into a weight's main_grad, or into those of its parts, and give what stands for it.
 
-    Args:
-        over: whether the op says that this backward is to write over it.
-        put: (dy, x, main_grad, over) adds the product to main_grad, or writes over it.
-
-    Raises:
-        RuntimeError: as `main_grad_to_write` does.
+    `put(dy, x, main_grad, over)` adds the product to main_grad, or writes over it, as the op says of this backward.
     """
     parts = parts_of(weight)
     if not parts:
@@ -84,12 +79,7 @@ def put_gradient(
 def main_grad_to_write(weight: torch.Tensor, over: bool = False) -> tuple[torch.Tensor, bool]:
     """The tensor that takes a weight's gradient now, and whether it is written over: asking counts as having written.
 
-    Args:
-        over: whether the op says that this backward is to write over it.
-
-    Raises:
-        RuntimeError: when the weight has none, or one of another shape, device or kind of numbers; when it is to be
-            written over in a backward that added to it before.
+    `over`: the op says that this backward is to write over it.
     """
     held = held_main_grad(weight)
     want = f"{list(weight.shape)} on {weight.device}"
@@ -133,11 +123,7 @@ def _writes_over(weight: torch.Tensor, over: bool) -> bool:
 
 
 def gradient_added(weight: torch.Tensor) -> torch.Tensor:
-    """Note that a weight's gradient is in its main_grad, and give what stands for it: zeros, or `is_absent`.
-
-    Raises:
-        RuntimeError: when some parts of a joined weight are to have zeros for autograd, and others none.
-    """
+    """Note that a weight's gradient is in its main_grad, and give what stands for it: zeros, or `is_absent`."""
     shape, dtype, device = tuple(weight.shape), weight.dtype, weight.device
     of = [part for part in parts_of(weight) if part.requires_grad] or [weight]
     noted = [part for part in of if hasattr(part, _NOTE)]

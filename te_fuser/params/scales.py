@@ -75,8 +75,7 @@ def narrow(owner: torch.nn.Module, names: tuple[str, ...], prefix: str) -> None:
 def note_scaled(module: torch.nn.Module, moved: bool = False) -> None:
     """Note that weights of a module are now what its scales are of; those made in inference mode get a version.
 
-    Args:
-        moved: they were so before, of whichever module's scale.
+    `moved`: they were so before, of whichever module's scale.
     """
     there = module._parameters
     for name in [name for names in module.__dict__.get(NARROW, {}).values() for name in names]:
@@ -128,9 +127,6 @@ def fit_checkpoint(
     Args:
         state_dict: a copy, which is changed.
         together: names of parameters that may have one scale.
-
-    Raises:
-        ValueError: for some parameters of several that have one scale, and for 8 bits without their scale.
     """
     for own, names in module.__dict__.get(NARROW, {}).items():
         keys = [prefix + name for name in names]
@@ -236,11 +232,7 @@ class States(dict[str, Any], Aside):
         return {name: t for found in made for name, t in found.items()}
 
     def recorded(self, without: Collection[str] = ()) -> dict[str, list[float]]:
-        """Amaxes that are in no history yet, as `waiting`: those of calls, and those that wait.
-
-        Args:
-            without: names of buffers that have them.
-        """
+        """Amaxes that no history has yet, as `waiting`, of calls and those that wait; not of the buffers `without`."""
         with _disable_current_modes():
             found = {s.prefix: s.recorded() for s in self.values() if s.prefix + SCALE not in without}
             for prefix, amaxes in self.waiting.items():

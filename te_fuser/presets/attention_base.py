@@ -104,11 +104,7 @@ class ContextParallel(Preset):
 
 
 def context_of(who: str, cp_group: Any, cp_global_ranks: Any, cp_comm_type: Any) -> Context:
-    """Context by Transformer Engine's arguments: how sequences are cut.
-
-    Raises:
-        TypeError, ValueError: see `ContextParallel.set_context_parallel_group`.
-    """
+    """Context by Transformer Engine's arguments: how sequences are cut."""
     way = "a2a" if cp_comm_type is None else check_choice("cp_comm_type", cp_comm_type, WAYS)
     if cp_group is None:
         return Context()
@@ -155,21 +151,13 @@ def plans_ahead(said: Any) -> bool:
 
 
 def own_rows(preset: Preset, rows: list[int]) -> list[int]:
-    """Sizes of this rank's rows, of those of the whole, where ranks cut the sequence.
-
-    Raises:
-        ValueError: when they cannot cut it so.
-    """
+    """Sizes of this rank's rows, of those of the whole, where ranks cut the sequence."""
     dim = preset.sequence_dim
     return [*rows[:dim], preset.share(rows[dim], "seq_length"), *rows[dim + 1 :]] if preset.sequence_parallel else rows
 
 
 def plan_given_sizes(preset: Preset, hidden_size: int, *attentions: Asking) -> None:
-    """Plan ahead for calls of the sizes that a preset with these attentions was given, if any: nothing is hidden.
-
-    Raises:
-        ValueError: where ranks cut sequences, and cannot cut these.
-    """
+    """Plan ahead for calls of the sizes that a preset with these attentions was given, if any: nothing is hidden."""
     if not plans_ahead(preset.common):
         return
     positions, samples = preset.common.seq_length, preset.common.micro_batch_size
@@ -194,11 +182,7 @@ def _unmasking(call: AttentionCall, positions: int, samples: int, device: torch.
 
 
 class TorchAttention(torch.nn.Module):
-    """Attention on packed queries, keys and values in torch's functions.
-
-    Raises:
-        NotImplementedError: for what these do not say: masks of a call, windows, other functions of scores.
-    """
+    """Attention on packed queries, keys and values in torch's functions, which know no masks of a call, nor windows."""
 
     def __init__(self, op: ops.FusableOperation) -> None:
         super().__init__()
@@ -235,11 +219,7 @@ class TorchBranch(torch.nn.Sequential):
 
 
 def first_or_later(part: torch.nn.Module, over: bool) -> torch.nn.Module:
-    """A preset, or the variant that writes gradients over main_grad.
-
-    Raises:
-        TypeError: where another module stands in its place, which has none.
-    """
+    """A preset, or the variant that writes gradients over main_grad."""
     if over and not isinstance(part, Variants):
         raise TypeError(
             f"{type(part).__name__} stands in place of a preset, and cannot be told is_first_microbatch=True: fill "

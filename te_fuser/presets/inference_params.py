@@ -265,9 +265,6 @@ def cached(params: Any, wanted: CacheRequest, heads: int, x: torch.Tensor) -> di
     Args:
         params: `InferenceParams`, or any object with max_batch_size, max_sequence_length, sequence_len_offset,
             batch_size_offset and key_value_memory_dict, as Megatron's.
-
-    Raises:
-        TypeError, ValueError: for another object, or a call that does not fit.
     """
     missing = [name for name in _MEGATRONS if not hasattr(params, name)]
     if missing:

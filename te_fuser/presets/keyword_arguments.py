@@ -180,12 +180,7 @@ class Common(PlacementArguments):
 
 
 def taken(preset: type, arguments: type[Arguments], keywords: Mapping[str, Any]) -> Arguments:
-    """The arguments that keywords of a preset's constructor give.
-
-    Raises:
-        TypeError: for a keyword that nobody knows, naming the nearest.
-        NotImplementedError: for a value that asks for what is missing here.
-    """
+    """The arguments that keywords of a preset's constructor give."""
     known = {f.name for f in fields(arguments)}
     for name in [name for name in keywords if name not in known]:
         if name not in WITHOUT_EFFECT and not name.startswith("ub_"):
@@ -205,14 +200,7 @@ def taken(preset: type, arguments: type[Arguments], keywords: Mapping[str, Any])
 
 
 def check_call(preset: Any, call: Mapping[str, Any], names: Collection[str] | None = None) -> None:
-    """Refuse keywords of a preset's call that nobody knows.
-
-    Args:
-        names: those that its forward understands; None: `outputs`, and those that ops of the list read.
-
-    Raises:
-        TypeError: naming the nearest, among the arguments of its forward too.
-    """
+    """Refuse keywords of a preset's call that are none of `names`: by default `outputs`, and those that ops read."""
     if names is None:
         parts = preset._prepared() if call.keys() - {"outputs"} else ()
         names = {"outputs", *(name for part in parts for name in names_read(part))}
@@ -282,11 +270,7 @@ def signature_of(preset: type, arguments: type[PlacementArguments]) -> inspect.S
 
 
 def check_positions(preset: type, args: tuple[Any, ...]) -> None:
-    """Refuse more arguments by position than a preset's constructor takes so.
-
-    Raises:
-        TypeError: naming those that it takes, and the first one that it does not.
-    """
+    """Refuse more arguments by position than a preset's constructor takes so."""
     kinds = inspect.Parameter
     known = list(inspect.signature(preset).parameters.values())
     names = [p.name for p in known if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]

@@ -38,12 +38,7 @@ _TAKES = {"clamped_swiglu": {"limit": "limit", "alpha": "alpha", "glu_linear_off
 def activation_op(name: str, params: Mapping[str, Any] | None = None) -> ops.FusableOperation:
     """The activation of that name; of a gated one, [..., 2n] -> [..., n], the gate comes first.
 
-    Args:
-        params: for "clamped_swiglu" limit (7.0), alpha (1.702) and glu_linear_offset (1.0); others take none.
-
-    Raises:
-        ValueError: for an unknown name, or parameters that it does not take.
-        TypeError: for parameters that are no mapping.
+    `params` are for "clamped_swiglu": limit (7.0), alpha (1.702) and glu_linear_offset (1.0); others take none.
     """
     name = check_choice("activation", name, ACTIVATIONS)
     if not (params is None or isinstance(params, Mapping)):

@@ -449,11 +449,7 @@ class MultiheadAttention(ContextParallel):
 
 
 def check_encoder_output(preset: Preset, given: Any, wanted: bool, kind: str) -> None:
-    """Refuse what is no tensor, or not taken. TypeError or ValueError, saying what to give.
-
-    Args:
-        kind: the argument that takes the type of a mask, which may have been meant.
-    """
+    """Refuse what is no tensor, or not taken; `kind` is the argument of a mask's type, which may have been meant."""
     who = type(preset).__name__
     if isinstance(given, str):
         raise TypeError(

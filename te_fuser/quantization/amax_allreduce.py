@@ -36,11 +36,7 @@ _kept: weakref.WeakKeyDictionary[Any, Agreement] = weakref.WeakKeyDictionary()
 
 
 def agreement_in(region: Region | None) -> Agreement | None:
-    """The agreement of the ranks of a region's group, by default all; None where each has its own amaxes.
-
-    Raises:
-        ValueError: where this rank is none of the group's.
-    """
+    """The agreement of the ranks of a region's group, by default all; None where each has its own amaxes."""
     if region is None or not region.recipe.reduce_amax or not (dist.is_available() and dist.is_initialized()):
         return None
     group = dist.group.WORLD if region.group is None else region.group
@@ -115,10 +111,7 @@ class Agreement:
         """Compare with the others a region that this rank has not entered before: amaxes would wait for who does not.
 
         They ask where they compare calls, too, in all groups of none but them, small ones first: one that goes on to
-        a call is heard.
-
-        Args:
-            brings: whether products wait here to be folded, which the others are told.
+        a call is heard. `brings`: products wait here to be folded, which the others are told.
         """
         self._brings, self._answer = brings, None
         key = region.recipe, region.calibrating

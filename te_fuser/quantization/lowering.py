@@ -131,11 +131,7 @@ def is_kept(item: ListedOp) -> bool:
 
 
 def numbers_of(recipe: Recipe, weight: Binding, state: State, key: region.Key, time: int) -> dict[str, Binding]:
-    """The numbers that a product may read which runs by a recipe, by name.
-
-    Args:
-        time: how many products of the list before it have the same weight.
-    """
+    """Numbers that a product may read which runs by a recipe, by name; `time` products before it have its weight."""
     own, (data, turned, _) = recipe.own_scales, KEPT
     if own is None:
         found: dict[str, Binding] = {name: StateBinding(state, "numbers", name) for name in NUMBERS}
@@ -206,11 +202,7 @@ def form_of(recipe: Recipe, dtype: torch.dtype, weight_dtype: torch.dtype) -> Fo
 
 
 def quantizing(item: ListedOp, op: Quantize | QuantizeGradient, records: bool) -> ListedOp:
-    """The op that quantizes the input of a product, or the gradient of its output.
-
-    Args:
-        records: whether the amax is recorded, where the scale is kept.
-    """
+    """The op that quantizes a product's input, or dy; `records`: the amax is recorded, where the scale is kept."""
     is_gradient = isinstance(op, QuantizeGradient)
     role, suffix = ("output_gradient", ".quantize_gradient") if is_gradient else ("input", ".quantize")
     ends = {"scale": "scale", **({"amax": "amax"} if records else {})}

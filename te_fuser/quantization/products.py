@@ -176,12 +176,7 @@ def how(recipe: Recipe) -> str:
 
 @functools.lru_cache(maxsize=64)
 def try_recipe(recipe: Recipe) -> None:
-    """Look at the scales that a recipe keeps none for, and try its functions on a history of zeros, two products'.
-
-    Raises:
-        TypeError: for `own_scales` that are none.
-        ValueError: where functions raise, give another shape, or no floating point.
-    """
+    """Look at the scales that a recipe keeps none for, and try its functions on a history of zeros, two products'."""
     own: Any = recipe.own_scales
     if own is not None and not (isinstance(own, tuple) and len(own) == 3 and all(map(_is_own, own))):
         raise TypeError(

@@ -86,11 +86,7 @@ def checkpoint_contexts() -> tuple[Any, Any]:
 
 
 class Anew(contextlib.AbstractContextManager[None]):
-    """A context that is made each time it is entered.
-
-    Args:
-        make: makes it.
-    """
+    """A context that is made each time it is entered."""
 
     def __init__(self, make: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
         self._make, self._entered = make, list[contextlib.ExitStack]()

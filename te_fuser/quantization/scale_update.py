@@ -63,11 +63,7 @@ recorded = Recorded()
 
 
 def update() -> None:
-    """Make history and scales of what was recorded since the last update; ranks of a group, all of them, together.
-
-    Raises:
-        RuntimeError: where what runs is captured, transformed or faked.
-    """
+    """Make history and scales of what was recorded since the last update; ranks of a group, all of them, together."""
     _check_place()
     with written_by_updates():
         agreement, last = agreement_in(recorded.region), recorded.region
@@ -245,11 +241,7 @@ def _kernel_of(block: Block) -> tuple[BlockKernel | None, list[State]]:
 
 
 def _take_brought(recipe: Recipe) -> bool:
-    """Put amaxes that checkpoints and copies brought where calls record; whether there were any.
-
-    Args:
-        recipe: of the region, by which those products run that have run by none.
-    """
+    """Put amaxes of checkpoints and copies where calls record, by this recipe where none was before; True if any."""
     if not some_wait[0] or is_looking():
         return False
     some_wait[0], some = False, False
@@ -399,8 +391,7 @@ def not_finite(model: torch.nn.Module) -> dict[str, int]:
 def _states_of(model: torch.nn.Module, function: str, updates: bool) -> dict[str, State]:
     """The states of a model's products that have numbers, by path with a dot behind; "" of one that is the model.
 
-    Args:
-        updates: whether ranks that agree on amaxes do so first.
+    `updates`: ranks that agree on amaxes do so first.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(

@@ -245,11 +245,7 @@ class State:
         return not {self.prefix + SCALE, self.prefix + HISTORY}.isdisjoint(getattr(self._owner(), "__dict__", ()))
 
     def make(self, length: int | None, device: torch.device) -> None:
-        """Have tensors on a device: what the buffers hold where there are some, else scales of 1 and no amaxes.
-
-        Args:
-            length: of the history; None: as long as it is.
-        """
+        """Have tensors on a device: what buffers hold, else scales of 1 and no amaxes; None leaves the length as is."""
         is_there = self.block is not None and self.block.device == device and self.has_buffers and self.is_as_put()
         if is_there and length in (None, len(self.history)):
             return
@@ -293,11 +289,7 @@ class State:
         return found
 
     def _check(self) -> None:
-        """Refuse what somebody put where calls look for scales, and they cannot go by.
-
-        Raises:
-            ValueError: for buffers of another shape; for tensors that were put where there are no buffers.
-        """
+        """Refuse what somebody put where calls look for scales, and they cannot go by."""
         scale, columns = f"{self.prefix}{SCALE}", len(ROLES)
         if self.has_buffers:
             shapes = list(self.scale.shape), list(self.history.shape)
@@ -438,11 +430,7 @@ def state_of(weight: Binding) -> State:
 
 
 def ensure(weight: Binding, recipe: Recipe, device: torch.device) -> State:
-    """The state of a product, which runs now by a recipe, with its tensors on a device.
-
-    Raises:
-        ValueError: when it ran by another recipe in the same region; for functions of the recipe that give no scales.
-    """
+    """The state of a product, which runs now by a recipe, with its tensors on a device."""
     state = state_of(weight)
     if recipe != state.recipe:
         try_recipe(recipe)

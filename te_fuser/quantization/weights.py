@@ -43,12 +43,7 @@ OWN = (
 
 
 def keep(found: Sequence[tuple[State, Binding]], records: bool) -> None:
-    """Quantize weights where calls are of a first micro-batch, or where nothing is kept that they could read.
-
-    Args:
-        found: the states of products and what their weights are.
-        records: whether their amaxes are recorded.
-    """
+    """Quantize weights where calls are of a first micro-batch, or nothing is kept to read; `records`: their amaxes."""
     if not found:
         return
     states = dict(found)
@@ -86,11 +81,7 @@ def keep(found: Sequence[tuple[State, Binding]], records: bool) -> None:
 
 
 def leave_blank(state: State, features: tuple[int, int], device: torch.device) -> None:
-    """Have calls find what they make is like, as the weight in 8 bits; who reads the numbers finds NaN.
-
-    Args:
-        features: of a row of its input, and of its output.
-    """
+    """Have calls find what they make is like, as the weight [out, in] in 8 bits; who reads the numbers finds NaN."""
     if state.blanks and state.blanks[KEPT[0]].device == device:
         return
     with torch.inference_mode(False), _disable_current_modes():  # of an export, which would make one of its own
@@ -152,8 +143,7 @@ def quantized_model_init(
 def _narrow(op: FusableOperation, waiting: list[FusableOperation] | None = None) -> None:
     """Put a product's weight into 8 bits; where it comes with calls or is computed, nothing happens.
 
-    Args:
-        waiting: takes the op where the weight is not there yet, or without values, as of an op that will be bound.
+    `waiting` takes the op where the weight is not there yet, or without values, as of an op that will be bound.
     """
     weight = weight_of(op)
     places = [] if weight is None else _places(weight)

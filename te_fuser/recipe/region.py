@@ -24,10 +24,7 @@ from te_fuser.recipe.recipes import DelayedScaling, Recipe
 class Region:
     """A region that is on.
 
-    Attributes:
-        recipe: by what products run.
-        group: the ranks that agree on the largest magnitudes; None: all, where there are several.
-        calibrating: whether magnitudes are recorded and nothing is quantized.
+    `group` are the ranks that agree on the largest magnitudes, None: all; while calibrating nothing is quantized.
     """
 
     recipe: Recipe
@@ -43,10 +40,9 @@ class Region:
 
 
 class Key(NamedTuple):
-    """Key of a call in regions, which its plan depends on.
+    """Key of a call in regions, which its plan depends on; recipe and calibrating are of the innermost one.
 
     Attributes:
-        recipe, calibrating: of the innermost one.
         settings: how often what modules run by was changed.
         says_microbatch: whether weights are kept from micro-batch to micro-batch.
         agrees: by name the group whose ranks agree on magnitudes; None where none do.
@@ -247,12 +243,7 @@ class Entered(contextlib.ContextDecorator):
             _open.pop(_entry.get(), None)
 
     def __call__(self, func: Any) -> Any:
-        """The function in this region.
-
-        Raises:
-            TypeError: for what is no function, a class, and functions whose calls run nothing yet: generators and
-                coroutines.
-        """
+        """The function in this region."""
         runs_later = inspect.isgeneratorfunction(func) or inspect.iscoroutinefunction(func)
         if isinstance(func, type) or runs_later or inspect.isasyncgenfunction(func):
             why = "which would run outside of it: write `with autocast(..):` inside"

@@ -203,11 +203,7 @@ class CutRule(RowRule):
         return super().gives(op, x, context) if isinstance(op, RowOp) else ShardingRule.gives(self, op, x, context)
 
     def check(self, op: Any, x: Placement, context: ShardingContext) -> None:
-        """Refuse an input of which the ranks that share the op have something else than it takes.
-
-        Raises:
-            ValueError: saying both.
-        """
+        """Refuse an input of which the ranks that share the op have something else than it takes."""
         if self.group(op) == context.group and x != self.takes(op):
             said = [f"{name}={getattr(op, name)!r}" for name in SHARING if name != "group" and getattr(op, name)]
             raise ValueError(

@@ -39,11 +39,7 @@ _INPUT, _PARAMETER, _BUFFER, _GRADIENT = "input", "parameter ", "buffer ", "grad
 
 @dataclass
 class VerifiedCall:
-    """Arguments of a model's call.
-
-    Attributes:
-        inputs: named tensors; `differentiable` are the names of those whose gradient is compared.
-    """
+    """Arguments of a model's call; `differentiable` are the names of those whose gradient is compared."""
 
     x: torch.Tensor
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -139,11 +135,7 @@ class Subject:
         return any(segment.recorded for plan in plans for segment in plan.segments)
 
     def plan(self, case: Case, call: VerifiedCall) -> Plan:
-        """The plan that the case runs by, of a model without plain modules.
-
-        Raises:
-            ValueError, TypeError: when the model does not take the call.
-        """
+        """The plan that the case runs by, of a model without plain modules."""
         return _Run(self, case, call).plan()
 
 
@@ -357,11 +349,7 @@ def listed_ops(model: Sequential) -> list[ListedOp]:
 def example_call(
     model: Sequential, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, rng: torch.Generator
 ) -> VerifiedCall:
-    """An input of this shape, every named input that the ops read, and every output they name.
-
-    Raises:
-        ValueError, TypeError: when an op does not take it, or reads something whose shape cannot be known.
-    """
+    """An input of this shape, every named input that the ops read, and every output they name."""
     x = torch.randn(shape, generator=rng, device=rng.device).to(device, dtype)
     inputs: dict[str, torch.Tensor] = {}
     differentiable: set[str] = set()

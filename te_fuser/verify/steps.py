@@ -112,11 +112,7 @@ _VALUE, _PARAMETER = "value ", "parameter "
 def run_verified(
     fuser: Fuser, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()
 ) -> Any:
-    """Run the plan for x as `fuser.run` does, and check each step against float64, in forward and in backward.
-
-    Raises:
-        VerificationError: naming the step that erred, from this call or from the backward of its result.
-    """
+    """Run the plan for x as `fuser.run` does, and check each step against float64, in forward and in backward."""
     # What one step alone does not show: bytes of blocks, of a kernel and a product, and parts of sums, likewise.
     with registry.disabled(registry.BY_BLOCKS, registry.PEER_SUMS):
         known, call = fuser.prepare(x, inputs, outputs)

@@ -201,10 +201,7 @@ class Sides:
         return queries, queries if self.keys is None else _clamped(self.keys)
 
     def blank(self, by_input: Mapping[str, torch.Tensor], blank: Blank | None) -> None:
-        """Make what no kernel writes, or has wrong, zero and NaN, in tensors by the input whose positions they have.
-
-        None: nobody reads that.
-        """
+        """Make rows that no kernel writes, or has wrong, zero and NaN, in tensors by input; None: nobody reads them."""
         if blank is None:
             return
         for name, tensor in by_input.items():

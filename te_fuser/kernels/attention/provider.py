@@ -193,9 +193,7 @@ class Provider:
     ) -> tuple[torch.Tensor, Saved]:
         """The op's output and what the kernel gives for backward.
 
-        Args:
-            sides: where sequences lie; None where packed heads are all that there is.
-            all_rows: whether anyone reads rows of no sequence.
+        `sides` is None where packed heads are all that there is; `all_rows`: somebody reads rows of no sequence.
         """
         raise NotImplementedError
 

@@ -47,11 +47,7 @@ def has_one_stride(settings: AttentionSettings, samples: int) -> bool:
 
 
 def packed_forms(settings: AttentionSettings, samples: int, positions: int) -> tuple[HeadsForm, HeadsForm, HeadsForm]:
-    """Forms of q [b, h, S, D], k and v [b, g, S, D] in a contiguous packed tensor.
-
-    Raises:
-        RuntimeError: for query heads of groups that have no common stride.
-    """
+    """Forms of q [b, h, S, D], k and v [b, g, S, D] in a contiguous packed tensor."""
     heads = settings.packed
     b, h, g = lead(settings, samples)
     packed = torch.empty(*heads.leading(samples, positions), heads.features, device="meta")
@@ -234,8 +230,7 @@ class HeadsCall:
     def hidden(self, tensors: Tensors, beside: bool) -> tuple[torch.Tensor | None, bool]:
         """Mask of what the kernel has to hide, [B or 1, H or 1, S or 1, K or 1], and whether it hides later positions.
 
-        Args:
-            beside: whether the kernel hides later positions of packed heads beside a given mask.
+        `beside`: it does so for packed heads beside a given mask.
         """
         q, k, _ = self.heads
         if self.settings.is_causal:

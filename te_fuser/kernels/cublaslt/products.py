@@ -103,12 +103,7 @@ def product_sizes(kind: str, rows: int, n_in: int, n_out: int) -> tuple[int, int
 
 @functools.cache
 def configured(kind: str, dtype: torch.dtype, out_dtype: torch.dtype) -> _native.CudaMatmul:
-    """The native product of that kind; one for the process, which knows every problem that it met.
-
-    Raises:
-        KeyError: when there is no such kind.
-        TypeError: for a dtype that cuBLASLt does not take here.
-    """
+    """The native product of that kind; one for the process, which knows every problem that it met."""
     form = form_of(kind, dtype, out_dtype)
     for given in (dtype, out_dtype):
         if given not in DTYPES:
@@ -126,11 +121,7 @@ in_use: dict[ProductForm, _native.CudaMatmul] = {}  # what this process has conf
 
 @functools.cache
 def product_of(form: ProductForm) -> _native.CudaMatmul:
-    """The native product of a form, one for the process: it runs by what was measured, and `tune` finds it.
-
-    Raises:
-        ValueError: for what does not go together.
-    """
+    """The native product of a form, one for the process: it runs by what was measured, and `tune` finds it."""
     in_use[form] = _native.CudaMatmul(
         f"matmul_{form.kind}",
         text_of(form.dtype),
@@ -212,24 +203,16 @@ def form_of_8(
     """A product of that kind as it is configured.
 
     Args:
-        a, b, out: dtypes of the factors and of the result.
         fast: sums in fewer bits than float32 has, as forward may have them.
         transposes: whether a comes as [k, m], and b as [n, k].
         scales: of a and b, as the native type has them.
-
-    Raises:
-        KeyError: when there is no such kind.
     """
     name = "quantized" + ("" if kind == "plain" else f"_{kind}")
     return ProductForm(name, a, b, out, *transposes, *KINDS_8[kind], fast, *scales)
 
 
 def takes_any_layout(device: torch.device, capability: tuple[int, int] | None = None) -> bool:
-    """True where a device's products of 8 bits take factors as they lie, and not along what is summed alone.
-
-    Args:
-        capability: the compute capability of a GPU that is not at hand.
-    """
+    """True where a device's products of 8 bits take factors as they lie, and not along what is summed alone."""
     if device.type != "cuda":
         return False
     return (capability or torch.cuda.get_device_capability(device))[0] == _ANY_LAYOUT
@@ -238,9 +221,7 @@ def takes_any_layout(device: torch.device, capability: tuple[int, int] | None = 
 def obstacle_on(device: torch.device, capability: tuple[int, int] | None = None, scales: str = "tensor") -> str | None:
     """Reason for which a device has no products of 8 bits, in words; None where it has.
 
-    Args:
-        capability: the compute capability of a GPU that is not at hand.
-        scales: what has one scale: a "tensor", a "block" of 128 numbers, or one of 32, "mx".
+    `capability` is that of a GPU that is not at hand; `scales` as `recipe.Recipe.scales`.
     """
     if device.type != "cuda":
         return f"cuBLASLt runs on cuda, the input is on {device.type}"
@@ -263,11 +244,7 @@ def obstacle_on(device: torch.device, capability: tuple[int, int] | None = None,
 
 
 def check_machine(device: torch.device, scales: str = "tensor") -> None:
-    """Refuse FP8 on a GPU that would emulate it, unless `te_fuser.config.emulate_fp8` says that it may.
-
-    Raises:
-        RuntimeError: with why it has no products of 8 bits, and what to do.
-    """
+    """Refuse FP8 on a GPU that would emulate it, unless `te_fuser.config.emulate_fp8` says that it may."""
     if device.type != "cuda" or config.emulate_fp8:
         return
     why = obstacle_on(device, scales=scales)

@@ -126,11 +126,7 @@ class TunedProducts(EntryFile):
         return None
 
     def put(self, key: str, algorithm: bytes, candidate: int, ratio: float) -> None:
-        """Keep the algorithm of a problem, and the time of the model with it over that without.
-
-        Raises:
-            OSError: when the file cannot be written.
-        """
+        """Keep the algorithm of a problem, and the time of the model with it over that without."""
         found = {"algorithm": algorithm.hex(), "candidate": candidate, "ratio": ratio}
         self.change(lambda entries: entries.update({key: found}))
 

@@ -52,14 +52,7 @@ def tune_products(
     reason_not: ReasonNot = lambda within: "",
     deciding: Deciding = Deciding(),  # noqa: B008 - frozen
 ) -> list[Trial]:
-    """Tune every product that a call runs, if any; what is taken runs from now on, and stays on disk.
-
-    Args:
-        call: the model as it is to be fast.
-        margin: the share of the model's time that a choice must gain.
-        reason_not: tells wrong algorithms from right ones.
-        deciding: who says which of them are worth trying.
-    """
+    """Tune every product that a call runs, as `Library.tune`: what is taken runs from now on, and stays on disk."""
     places = places_of(call)
     first = dict.fromkeys(places, 0)
     chosen, trials = dict(first), list[Trial]()
@@ -108,10 +101,7 @@ def _tune_place(
     margin: float,
     reason_not: ReasonNot,
 ) -> Iterator[Trial]:
-    """Try the candidates of one place against the best choices so far, which take in what gains.
-
-    They are numbered from 2 on; 1 is the first guess.
-    """
+    """Try a place's candidates, numbered from 2 on, against the best choices so far, which take in what gains."""
     ratios: dict[int, float] = {}
     wrong: dict[int, str] = {}
     for candidate in worth_trying:

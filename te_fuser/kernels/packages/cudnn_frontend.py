@@ -58,10 +58,7 @@ def _version_in_use() -> int | str:
 class AttentionBackward:
     """Problem of a graph of backward on packed heads.
 
-    Attributes:
-        q, k, v: where the heads lie in the packed input, and their gradients in its gradient.
-        out: where they lie in the output and in its gradient.
-        device: the GPU's index.
+    q, k and v say where these lie in the packed input and in its gradient, `out` where in the output and in dy.
     """
 
     q: HeadsForm
@@ -85,14 +82,12 @@ class AttentionBackward:
 
 @dataclass(frozen=True)
 class Banded:
-    """Problem of graphs of both directions.
+    """Problem of graphs of both directions: where heads lie, as their gradients do in theirs.
 
     Attributes:
-        q, k, v, out: where heads lie, and their gradients in theirs.
         band: (left, right), how many positions before and after its own a query sees; None: all of them.
         from_the_end: whether positions are counted from the last query and key.
         lengths: whether int32 lengths [b] of queries and of keys are given.
-        device: the GPU's index.
     """
 
     q: Form
@@ -133,10 +128,7 @@ class CudnnProblem(Protocol):
 class CudnnGraph:
     """A graph that cuDNN supports, and how it is run; its kernel is chosen and loaded at the first run.
 
-    Args:
-        problem: what it is built for.
-        described: (package, handle) -> the graph, and the numbers of its tensors in the order that they are given in.
-        what: the words for it in errors.
+    `described` is (package, handle) -> the graph, and the numbers of its tensors in the order that they are given in.
     """
 
     def __init__(self, problem: CudnnProblem, described: Described, what: str) -> None:
@@ -151,11 +143,7 @@ class CudnnGraph:
         self._workspace: int | None = None
 
     def run_on(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Run on tensors that lie as it was told, in the order of their numbers.
-
-        Raises:
-            RuntimeError: when cuDNN fails, or at a first run in a stream that is being captured.
-        """
+        """Run on tensors that lie as it was told, in the order of their numbers."""
         self._run(lambda: tensors, lambda: [tensor.data_ptr() for tensor in tensors], tensors[0])
 
     def _run(
@@ -212,14 +200,9 @@ class BackwardGraph(CudnnGraph):
         self._offsets = [form[2] * problem.dtype.itemsize for form in (problem.q, problem.k, problem.v)]
 
     def run(self, x: torch.Tensor, y: torch.Tensor, dy: torch.Tensor, saved: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """The gradient of x.
+        """The gradient of the packed input x, which is contiguous as y and dy are.
 
-        Args:
-            x: the packed input; y, dy: the output and its gradient, all of them contiguous.
-            saved: what PyTorch's forward gives: the log of sums of exponentials, the seed, the offset.
-
-        Raises:
-            RuntimeError: when cuDNN fails, or at a first run in a stream that is being captured.
+        `saved` is of PyTorch's forward: the log of sums of exponentials, the seed, the offset.
         """
         p, dx = self._problem, torch.empty_like(x)
         kept = [tensor.contiguous() for tensor in (saved if p.dropout else saved[:1])]

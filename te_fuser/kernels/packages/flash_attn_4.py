@@ -39,9 +39,6 @@ class Replay:
         given: those of the call that was noted.
         made: what it allocated, and by which function.
         calls: the compiled functions, with their arguments.
-
-    Raises:
-        LookupError: when an argument is a tensor that is none of these.
     """
 
     def __init__(
@@ -266,9 +263,6 @@ def _run(direction: str, call: Callable[..., None], named: dict[str, torch.Tenso
 
     How many tokens and sequences there are is no part of a form, as the package does not compile for it: other batches
     have others, and each goes by the package.
-
-    Raises:
-        RuntimeError: when it fails, or a form that did not run yet meets a stream that is being captured.
     """
     q, tensors = named["q"], tuple(named.values())
     tokens = q.dim() == 3

@@ -37,7 +37,6 @@ class Package:
     """A package that may be installed: whether it is there and can be called, and where it is of use.
 
     Attributes:
-        name, oldest: the package, and the oldest version that serves.
         hopper_alone: whether it is used on compute capability 9 alone, or on newer GPUs too.
         libraries_13: what it needs beside itself for CUDA 13, a package that its extra `cu13` brings; empty: nothing.
     """
@@ -66,8 +65,7 @@ class Package:
     def unusable(self, changes: Callable[[], Iterable[str | None]]) -> str | None:
         """Reason for which the installed package cannot be called as its oldest version was; None when it can.
 
-        Args:
-            changes: imports it and gives what `why_changed` says of each function.
+        `changes` imports it and gives what `why_changed` says of each function.
         """
         version = self.version()
         try:
@@ -157,9 +155,6 @@ class FirstRuns:
     """The calls of a package that compiles its kernels when a form of a call first runs.
 
     What launches a form is made at its first run, by one thread at a time and never while a stream is captured.
-
-    Args:
-        package: its name.
     """
 
     def __init__(self, package: str) -> None:
@@ -175,12 +170,7 @@ class FirstRuns:
         tensors: Sequence[torch.Tensor | None],
         failed: Callable[[Exception], Exception],
     ) -> Any:
-        """Call what prepare() made at the form's first run with the tensors on a device.
-
-        Raises:
-            RuntimeError: when a form that did not run yet meets a stream that is being captured.
-            Exception: what `failed` makes of an error of the package's; running out of memory stays what it is.
-        """
+        """Call what prepare() made at the form's first run; errors are as `failed` makes them, but out of memory."""
         with torch.cuda.device(device):
             launch = self._launches.get(form)
             if launch is None:

@@ -192,15 +192,7 @@ def run(
     prepare: Callable[[], Callable[..., Any]],
     fusions: str = _FUSIONS,
 ) -> Any:
-    """Call what prepare() makes at the first run of such tensors.
-
-    Args:
-        what, option: which product it is.
-        fusions: those that have it, for whoever plans without it.
-
-    Raises:
-        RuntimeError: when the package fails.
-    """
+    """Call what prepare() makes at the first run of such tensors; `what` and `option` say which product it is."""
     first, second = tensors[:2]
     assert first is not None and second is not None
     form = (what, option, first.dtype, first.device, *[None if t is None else (t.shape, t.stride()) for t in tensors])

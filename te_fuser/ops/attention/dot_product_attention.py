@@ -125,11 +125,7 @@ def refuse_context_parallel() -> None:
 
 
 def switches() -> tuple[bool, ...]:
-    """Deterministic mode, and PyTorch's switches for attention kernels, as they are now; asked at each call.
-
-    Raises:
-        RuntimeError: inside torch's context_parallel.
-    """
+    """Deterministic mode, and PyTorch's switches for attention kernels, as they are now; asked at each call."""
     refuse_context_parallel()
     return (torch.are_deterministic_algorithms_enabled(), *[enabled() for enabled in KERNEL_SWITCHES.values()])
 

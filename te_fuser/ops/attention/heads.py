@@ -240,12 +240,7 @@ class ApartHeads(HeadLayout):
         return takes, "keys and values are inputs of their own"
 
     def check_others(self, op: str, x: Spec, others: Mapping[str, Spec]) -> None:
-        """Raise, in words, when the named inputs cannot be keys and values for queries x.
-
-        Raises:
-            ValueError: wrong number of dimensions, samples, positions or features, or another device.
-            TypeError: not a floating-point tensor.
-        """
+        """Raise, in words, when the named inputs cannot be keys and values for queries x."""
         samples, _ = self.lengths(x.shape)
         first: tuple[str, int] | None = None
         for argument, name in self.apart.names.items():
