@@ -223,7 +223,7 @@ def _settled(rows: list[Row], neighbours: int) -> bool:
 
 
 def _plain(data: Tensors, evaluate: Evaluate, exact: Tensors | None) -> tuple[Tensors, dict[str, Distance]]:
-    """The results of plain PyTorch, and how far they are from exact, which is evaluated where it is not given."""
+    """Results of plain PyTorch, and how far they are from exact ones."""
     shown, exact = evaluate(data, False), exact or evaluate(doubled(data), True)
     erred = {name: distance(t, exact[name]) for name, t in shown.items()}
     if any(t.dtype == torch.float64 for t in data.values()):
@@ -280,7 +280,7 @@ def doubled(data: Tensors) -> dict[str, torch.Tensor]:
 
 
 def neighbour(data: Tensors, number: int, coarsest: float) -> dict[str, torch.Tensor]:
-    """Data with every number moved up or down by an ulp (of the coarsest dtype), or left as it is."""
+    """Data with every number moved by an ulp of the coarsest dtype, or left as it is."""
     rng = torch.Generator().manual_seed(number)
     moved = dict(data)
     for name, t in data.items():

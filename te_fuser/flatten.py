@@ -332,7 +332,7 @@ def runs_itself(m: torch.nn.Module, hooked: bool = True) -> str:
 
 
 def has_own_call(m: OpList) -> bool:
-    """True where calls of a list may do something else than what its class promises."""
+    """True where calls of a list may do other things than its class promises."""
     if torch.compiler.is_compiling():
         from te_fuser.fuser.run.dynamo_break import constant
 

@@ -108,7 +108,7 @@ def _parts(module: nn.Module, name: str) -> Iterator[str]:
 
 
 def why_none(module: nn.Module) -> str:
-    """Reason for which no ops could stand for a module, nor for any part of it; empty where some could."""
+    """Reason why no ops could stand for a module, nor for a part of it; empty where some could."""
     if callable(getattr(module, "as_ops", None)):
         return ""
     conversion = _Converter("none")
@@ -166,7 +166,7 @@ class _Converter:
     done: set[nn.Module] = field(default_factory=set)
 
     def convert(self, module: nn.Module, path: str) -> Any:
-        """The module as ops; _Cannot when it is none of those that are known, or is changed."""
+        """The module as ops; _Cannot where it is unknown, or was changed."""
         if isinstance(module, _OPS):
             self.done.update(module.modules())
             return module
@@ -345,7 +345,7 @@ _COMPUTING = ("forward", "_sa_block", "_ff_block")  # the methods that say what 
 
 
 def _kind(module: nn.Module) -> type[nn.Module]:
-    """The class that says how a module is converted; a subclass counts where it computes as that does."""
+    """The class that says how a module is converted; a subclass counts where it computes alike."""
     for kind in (*_SINGLE, *_BLOCKS):
         if isinstance(module, kind):
             own = [name for name in _COMPUTING if getattr(type(module), name, None) is not getattr(kind, name, None)]
@@ -391,7 +391,7 @@ def _check(module: nn.Module, made: nn.Module, x: torch.Tensor | None, mask: str
 def _by_module(
     module: nn.Module, inputs: Sequence[torch.Tensor], hidden: torch.Tensor | None, what: str
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The first input that the module takes, with results; ValueError for none, TypeError for no tensor."""
+    """The first input that the module takes, with results."""
     failed: list[Exception] = []
     for x in inputs:
         try:
@@ -449,7 +449,7 @@ def _normal(*shape: int, seed: int) -> torch.Tensor:
 
 
 def _random_inputs(module: nn.Module) -> list[torch.Tensor]:
-    """[4, 4, features], as the first module that says how many wants it, and [4, features] where nothing attends."""
+    """[4, 4, features] as the first module wants that says so, and [4, features] without attention."""
     like = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
     for m in module.modules():
         if isinstance(m, nn.Embedding):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.weight import figures
 
 CEILINGS = {
-    "lines of te_fuser and csrc": 67_756,
+    "lines of te_fuser and csrc": 67_174,
     "files in te_fuser": 268,
     "files flat in te_fuser/ops": 31,
     "lines of tests": 70_310,

@@ -120,7 +120,7 @@ class Conversion:
 
 
 class _CopiedTensors(TorchFunctionMode):
-    """In here copy.deepcopy takes tensors that autograd made, too, as those of a cache that was filled in training."""
+    """Mode in which copy.deepcopy takes tensors that autograd made, as of a cache filled in training."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
@@ -130,7 +130,7 @@ class _CopiedTensors(TorchFunctionMode):
 
 @contextmanager
 def _lists_noted(model: nn.Module, paths: Collection[str], ran: list[Any]) -> Iterator[None]:
-    """In here (path, list, x, named tensors) of each call of a list is noted, of the layers at these paths."""
+    """Context that notes (path, list, x, named tensors) of calls of lists in the layers at these paths."""
     blocks = {path: block for path, block in model.named_modules() if path in paths and hasattr(block, "_list")}
 
     def noting(path: str, block: Any) -> Any:
@@ -221,7 +221,7 @@ def revert(model: nn.Module) -> nn.Module:
 
 
 def _swapped(model: nn.Module, options: dict[str, Any]) -> tuple[Conversion, list[Any]]:
-    """Turn layers into those of te_fuser; return what became of each, and those that were not converted before."""
+    """Turn layers into those of te_fuser; gives what became of each, and those that are new."""
     converted, refused, new = list[str](), dict[str, str](), list[Any]()
     for path, module in model.named_modules():
         kind = _kind_of(type(module))
@@ -257,7 +257,7 @@ def _kind_of(kind: type[nn.Module]) -> Any:
 
 
 def conversion_of(given: Any) -> Conversion | None:
-    """The conversion that was given, or of the model that was; None where nothing of it is converted."""
+    """The conversion that was given, or of the model that was, if any."""
     if isinstance(given, nn.Module):
         paths = tuple(path for path, m in given.named_modules() if type(m) is _kind_of(type(m)))
         return Conversion(given, paths) if paths else None
@@ -273,7 +273,7 @@ def _blocks(model: nn.Module) -> list[Any]:
 
 
 def _checked(model: nn.Module) -> float:
-    """Largest distance of a converted model's results from the original's, relative to the largest of each."""
+    """Largest relative distance of a converted model's results from the original's."""
     stacks = [m for m in model.modules() if any(_blocks(c) for c in m.children() if isinstance(c, nn.ModuleList))]
     stacks = [m for m in stacks if hasattr(m, "get_input_embeddings")]
     if not stacks:
@@ -299,7 +299,7 @@ def _checked(model: nn.Module) -> float:
 
 
 def _allowed(want: torch.Tensor) -> float:
-    """The distance from the original that rounding may make; in float64 too its norms round to float32."""
+    """Distance that rounding may make; in float64 the original's norms round to float32, too."""
     eps: float = max(torch.finfo(t).eps for t in (want.dtype, torch.float32)) ** 0.5
     return eps * max(torch.finfo(want.dtype).tiny, want.abs().max().item())
 
@@ -333,7 +333,7 @@ def _results(stack: Any, wanted: Collection[str] = ()) -> dict[str, torch.Tensor
 
 @contextmanager
 def _parts_copied(stack: nn.Module) -> Iterator[None]:
-    """Inside, parts without parameters are copies: dynamic rotary embeddings change with the positions they see."""
+    """Context in which parts without parameters are copies: rotary embeddings may change with positions."""
     before = dict(stack._modules)
     for name, part in before.items():
         if part is not None and next(part.parameters(), None) is None:

@@ -120,7 +120,7 @@ def _form(parameters: Mapping[str, Any]) -> tuple[bool, Any]:
 
 
 def why_left(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Reason for which a module runs by itself, as it is not what its class says; None where it is."""
+    """Reason why a module runs by itself, not being what its class says."""
     if any(getattr(hook, "__module__", "") != _RECORDING for hooks in hooks_of(module) for hook in hooks.values()):
         return "it has hooks, which run with the module alone"
     if has_own_forward(module) or type(module).__call__ is not nn.Module.__call__:
@@ -135,7 +135,7 @@ def why_left(module: nn.Module, kind: type[nn.Module]) -> str | None:
 
 
 def why_shared(attention: nn.Module) -> str | None:
-    """The reason for which attention runs by itself where ranks share its heads, as by transformers' `tp_plan`."""
+    """Reason why attention runs by itself where ranks share its heads, as by transformers' `tp_plan`."""
     for name, module in attention.named_children():
         if has_own_forward(module) and any(is_dtensor(p) for p in module._parameters.values()):
             return f"its {name} is cut for the ranks of a mesh (tp_plan), each of which has some of its heads"
@@ -143,18 +143,18 @@ def why_shared(attention: nn.Module) -> str | None:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """True where a module runs a forward other than its class's, which wrappers may have left on the module."""
+    """True where a module runs another forward than its class's, as wrappers may leave on it."""
     found = module.__dict__.get("forward")
     return found is not None and not _is_of_class(found, module)
 
 
 def keeps_forward(layer: nn.Module) -> bool:
-    """True where accelerate runs in place of a layer's forward, and calls the forward that it has kept."""
+    """True where accelerate runs in a layer's place, and calls the forward that it has kept."""
     return "_hf_hook" in layer.__dict__ and _is_of_class(layer.__dict__.get("_old_forward"), layer)
 
 
 def become(layer: nn.Module, kind: type[nn.Module]) -> None:
-    """Make a layer one of another class, and so what wrappers have kept of the class's forward."""
+    """Make a layer one of another class, and so what wrappers have kept of its forward."""
     kept = [name for name, value in layer.__dict__.items() if _is_of_class(value, layer)]
     layer.__class__ = kind
     for name in kept:

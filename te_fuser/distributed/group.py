@@ -120,7 +120,7 @@ _given: dict[str, Group] = {}  # by name, those of several ranks
 
 
 def groups_given() -> tuple[Group, ...]:
-    """The groups of several ranks that ops of this process were given, and that torch.distributed knows still."""
+    """Groups of several ranks that ops of this process were given, and that still exist."""
     return tuple(group for group in _given.values() if group.is_here())
 
 

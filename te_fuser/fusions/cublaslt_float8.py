@@ -154,7 +154,7 @@ def put_weight_gradient(
 
 
 def why_no_float8(m: Match, which: Iterable[str], kind: str = "plain") -> str | bool:
-    """Reason for which cuBLASLt cannot run these products of a match; True when it can."""
+    """Reason why cuBLASLt cannot run these products of a match, or True."""
     own = _own_scalings(m)
     block = None if own is None else own[0].block
     scales = "tensor" if own is None else "block" if block is not None and block[1] == 128 else "mx"
@@ -280,7 +280,7 @@ def declare(
 
 
 def _declare_backward(by_rows: bool, main_grad: bool) -> Fusion:
-    """dx and dW of factors that lie by rows or along what is summed; dW onto main_grad, or as a gradient."""
+    """dx and dW of factors by rows or along what is summed; dW onto main_grad, or as a gradient."""
     name = f"float8_matmul_{'rows_' if by_rows else ''}{'main_grad' if main_grad else 'backward'}"
     lying = "lie by rows" if by_rows else "lie along what is summed"
     onto = ", dW onto main_grad" if main_grad else ""

@@ -94,7 +94,7 @@ def costs_in(found: Any) -> Iterator[Any]:
 
 
 def why_no_cost(found: Any) -> str | None:
-    """Reason for which something is no cost of a match, in words; None where it is one, or None itself."""
+    """Reason why something is no cost of a match; costs and None are."""
     if found is None:
         return None
     if not isinstance(found, Cost):
@@ -202,7 +202,7 @@ class MatchedOp:
         return self._op.kind
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The dtype in which a parameter or a named input is read: under autocast a weight is cast first."""
+        """Dtype in which a parameter or named input is read: under autocast a weight is cast first."""
         return self._dtypes[name]
 
     def own_dtype_of(self, name: str) -> torch.dtype:
@@ -280,7 +280,7 @@ class Match:
 
 
 class CalledOp:
-    """One matched op while running: parameters and named inputs as tensors, other attributes of the op as they are."""
+    """One matched op while running: parameters and named inputs are tensors, the rest as the op's."""
 
     __slots__ = ("_index", "_tensors", "op")
 

@@ -62,7 +62,7 @@ def _gradient(
     which: str,
     product: ProductForm | None,
 ) -> torch.Tensor:
-    """dx = dy W, or dW = dy^T x, for W or x, its scale and inverse; raises the amax of dy."""
+    """dx = dy W, or dW = dy^T x, of W or x with scale and inverse; raises the amax of dy."""
     if product is None:
         raise_to_largest(amax, dy)
         return products.multiply(_KINDS[which], dy, other)

@@ -296,14 +296,14 @@ class Maker(ABC):
 
     @abstractmethod
     def function(self, wanted: Sequence[Wanted], device: torch.device) -> Callable[..., Any]:
-        """f(*what is given) -> what is made, op after op, as a tuple; a tensor, where it is one."""
+        """f(*what is given) -> what is made, op after op: a tuple, or one tensor."""
 
 
 _makers: dict[type[FusableOperation], list[Maker]] = {}
 
 
 def register_maker(kind: type[FusableOperation], *makers: Maker) -> None:
-    """Register the makers of parameters of ops of a kind; the first that takes an op makes them."""
+    """Register makers of parameters of a kind; the first that takes an op makes them."""
     _makers[kind] = [*makers]
 
 

@@ -31,7 +31,7 @@ class OwnForward(nn.Module):
 
 
 class KeptLists(dict[Members, tuple[Facts, Sequential]]):
-    """The lists of one module, with facts about its parts; a copy or a pickle of the module makes its own."""
+    """Lists of one module, with facts about its parts; copies and pickles make their own."""
 
     def __reduce__(self) -> Any:
         return KeptLists, ()

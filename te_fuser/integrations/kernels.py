@@ -27,7 +27,7 @@ _DEVICES = ("cpu", "cuda")
 
 
 def _layer(members: Members, argument: str = "input") -> type[nn.Module]:
-    """A class with a `forward` alone, as `kernels` asks: it becomes a method of the module that it is put into."""
+    """A class with a `forward` alone, as `kernels` asks: that becomes a method of another module."""
     forwards: dict[str, Callable[..., torch.Tensor]] = {
         "x": lambda self, x: run_list(self, members, x),
         "input": lambda self, input: run_list(self, members, input),
@@ -60,7 +60,7 @@ def layer_norm(m: Any) -> FusableOperation:
 
 
 def gated_mlp(parts: LayerParts) -> list[nn.Module]:
-    """down_proj(act_fn(gate_proj(x)) * up_proj(x)); a TypeError for an activation that no op gates by."""
+    """down_proj(act_fn(gate_proj(x)) * up_proj(x)); TypeError where no op gates so."""
     from te_fuser.convert.activations import gate_for  # needs transformers, whose modules these are
 
     act: Any = parts.module("act_fn")

@@ -86,7 +86,7 @@ class PackedPass(HeadsPass):
         sums: torch.dtype | None = None,
         stored: torch.dtype | None = None,
     ) -> PackedPass:
-        """Pass of `turn`, or of `Packing` (parts, back); layouts and base and offset of a rotation share a text."""
+        """Pass of `turn`, or of `Packing` (parts, back); layouts, and bases and offsets, share a text."""
         turning = (rotation.rotary_dim, rotation.style) if rotation else (0, "half")
         return cls(replace(heads, layout="sequence_first"), dtype, parts, *turning, back, bias, sums, stored)
 
@@ -252,7 +252,7 @@ class Rows:
         samples: int,
         positions: int,
     ) -> Rows:
-        """Build for a result in the layout of `heads`. ValueError for more rows than the kernel counts."""
+        """Build for a result in the layout of `heads`."""
         if samples * positions > MOST_ROWS:
             raise ValueError(
                 f"{samples} samples of {positions} positions are more than {MOST_ROWS} rows: split the batch"
@@ -322,7 +322,7 @@ def _ready(
 
 
 def _launches(p: PackedPass, out: int) -> tuple[_native.CudaLaunch, ...]:
-    """Launches, by the source of each argument; an absent one is never read, and any address stands for it."""
+    """Launches, by each argument's source; any address stands for an absent one."""
     nothing = ("tensor", 0)
     sources = [("tensor", k) for k in ((0, 1, 2) if p.parts else (0, 0, 0))]
     after = 3 if p.parts else 1

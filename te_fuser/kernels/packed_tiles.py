@@ -67,7 +67,7 @@ class PackedTiles(TextKernel[_native.CudaKernel]):
 
     @property
     def blocks(self) -> int:
-        """Blocks of a multiprocessor; by blocks of numbers what is read waits for their scales in shared memory."""
+        """Blocks of a multiprocessor; in blocks of numbers these wait for scales in shared memory."""
         if not self.in_blocks:
             return _BLOCKS
         return _WAITING_BLOCKS if self.dtype.itemsize == 2 else 2

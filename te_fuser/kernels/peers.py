@@ -59,7 +59,7 @@ def obstacle(group: Group, device: torch.device) -> str | None:
 
 
 def _why_no_memory(device: torch.device) -> str | None:
-    """Reason for which PyTorch gives no memory that several GPUs write to; None where it does."""
+    """Reason why PyTorch gives no memory that several GPUs write to."""
     try:
         backend = _symmetric_memory().get_backend(device)
     except ImportError as error:
@@ -76,7 +76,7 @@ def _why_multicast() -> str | None:
 
 
 def _why_not_one_host(group: Group) -> str | None:
-    """Reason for which the ranks are not on one host, as far as their launcher says so; None where they are."""
+    """Reason why the ranks are not on one host, as far as their launcher says so."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not local.isdigit() or local == "0":
         return None
@@ -86,7 +86,7 @@ def _why_not_one_host(group: Group) -> str | None:
 
 
 def _why_no_peers(group: Group, device: torch.device) -> str | None:
-    """Reason for which this host has too few GPUs, or some that do not write to one another's memory; or None."""
+    """Reason why this host has too few GPUs, or some that do not write to one another."""
     count, index = torch.cuda.device_count(), torch.cuda.current_device() if device.index is None else device.index
     if count < group.size and os.environ.get(OVERLAPPING) != "1":
         return (
@@ -101,7 +101,7 @@ def _why_no_peers(group: Group, device: torch.device) -> str | None:
 
 
 class Peers:
-    """The buffers of a group on a device, which grow when an exchange needs more, by all ranks at once."""
+    """The buffers of a group on a device, which grow on all ranks when an exchange needs more."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self.ranks, self.rank = group.size, group.rank
@@ -116,7 +116,7 @@ class Peers:
         self._given_up = ""  # why nothing is exchanged any more
 
     def buffers(self, block_bytes: int) -> _native.PeerBuffers:
-        """Buffers for one more exchange of blocks of so many bytes; all ranks ask for them in the same order."""
+        """Buffers for one more exchange of blocks of such a size; all ranks ask in the same order."""
         self.check()
         self._started += 1
         found = self._native
@@ -127,7 +127,7 @@ class Peers:
         return found
 
     def blocks(self, buffer: int, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The block of each rank in a buffer, as a tensor of that shape and dtype, and all of them joined, [R, ..]."""
+        """The block of each rank in a buffer, as a tensor like that, and all joined, [R, ..]."""
         return self._blocks(buffer, like.shape, like.dtype)
 
     def check(self) -> None:
@@ -136,13 +136,13 @@ class Peers:
             raise consistency.RankMismatchError(f"{self._given_up}. Nothing is exchanged any more: end the processes")
 
     def mark(self) -> None:
-        """Note that the current stream has replayed exchanges, for whoever asks whether the device is done."""
+        """Note that the current stream has replayed exchanges, for who asks whether the device is done."""
         self._started += 1
         for buffers in self._all():
             buffers.mark()
 
     def look(self) -> None:
-        """End what the device waits for, where it has for the group's timeout and nothing was started meanwhile."""
+        """End what the device waits for since the group's timeout, where nothing was started meanwhile."""
         now, longest = time.monotonic(), consistency.timeout(self._group)
         if self.is_done() or self._seen != self._started:
             self._seen, self._since = self._started, now
@@ -156,7 +156,7 @@ class Peers:
             warnings.warn(f"{self._given_up}: what it gave since is void", RuntimeWarning, stacklevel=1)
 
     def _silent(self) -> str:
-        """The other ranks, without those that say in the store that their devices wait, too."""
+        """The other ranks, but those that say in the store that their devices wait, too."""
         store, key = self._group.process_group().get_group_store(), "te_fuser/waits/{}".format
         silent = [f"{rank}" for rank in range(self.ranks) if rank != self.rank]
         with contextlib.suppress(RuntimeError):  # where the store is gone
@@ -170,7 +170,7 @@ class Peers:
         return all(buffers.is_done() for buffers in self._all())
 
     def release(self) -> None:
-        """Let what waits for other ranks on the device now go on; what it computes is void."""
+        """Let what waits for other ranks on the device go on; what it computes is void."""
         for buffers in self._all():
             buffers.release()
 
@@ -213,7 +213,7 @@ class Peers:
 
 
 class ByCopies:
-    """A transport by copy engines: sums are taken in float32 where the blocks are, and rounded once."""
+    """A transport by copy engines: sums are float32 where the blocks are, rounded once."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
@@ -233,7 +233,7 @@ class ByCopies:
 
 
 class _Copies:
-    """Copies under way, and the tensors that they need, which may not be freed before; `blocks` are to be added up."""
+    """Copies under way, and tensors that may not be freed before; `blocks` are to be added up."""
 
     def __init__(
         self,
@@ -260,14 +260,14 @@ class _Copies:
 
 
 def closed(opened: tuple[_native.PeerBuffers, int], *behind: object) -> tuple[()]:
-    """Give back a buffer that a step has left open, when the current stream has come so far: behind these."""
+    """Give back a buffer that a step left open, when the current stream has come so far."""
     opened[0].close(opened[1])
     return ()
 
 
 @dataclass(frozen=True)
 class PeersOf:
-    """The peers of a group on a device, as they are when something is asked of them: a group may be made anew."""
+    """The peers of a group on a device, asked for each time: a group may be made anew."""
 
     group: Group
     device: torch.device
@@ -313,7 +313,7 @@ _ending = threading.Event()
 
 @functools.cache
 def _watch() -> None:
-    """Look at all peers now and then: no backend would end what a device waits for where another rank does not come."""
+    """Look at all peers now and then: no backend ends what a device waits for another rank for."""
 
     def run() -> None:
         while not _ending.wait(_LOOK):
@@ -357,7 +357,7 @@ def _symmetric_allocation(group: Group, size: int, device: torch.device) -> Memo
 
 
 def _allocated(size: int, device: torch.device) -> torch.Tensor:
-    """Memory of so many bytes; where there is no room, the allocator first gives back what it keeps."""
+    """Memory of so many bytes; where there is no room, the allocator gives back first."""
     try:
         return _symmetric_memory().empty(size, dtype=torch.uint8, device=device)  # type: ignore[no-any-return]
     except RuntimeError:

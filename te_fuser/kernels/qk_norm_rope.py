@@ -297,7 +297,7 @@ class TurnedPass(HeadsPass):
 
 
 def reason_not(head_dim: int, *dtypes: torch.dtype) -> str | None:
-    """Reason for which the kernel does not take such heads, or tensors of these dtypes; None when it does."""
+    """Reason why the kernel does not take such heads, or tensors of these dtypes."""
     wide = f"its kernel takes heads of at most {MOST_FEATURES} features" if head_dim > MOST_FEATURES else None
     return heads_pass.reason_not(*dtypes) or wide
 
@@ -422,7 +422,7 @@ def _table_numbers(tables: Sequence[torch.Tensor], given: PassInputs) -> tuple[i
 
 
 def _launches(p: TurnedPass, read: list[str]) -> tuple[_native.CudaLaunch, ...]:
-    """Launches, by the source of each argument; an absent one is never read, and any address stands for it."""
+    """Launches, by each argument's source; any address stands for an absent one."""
     places = {name: ("tensor", k) for k, name in enumerate(read)}
     if "second" not in places:
         places["second"] = places.get("first", ("tensor", 0))

@@ -65,7 +65,7 @@ def transpose_by_kernel(data: torch.Tensor) -> torch.Tensor:
 
 
 def why_not_transposed(features: int) -> str | None:
-    """Reason for which the kernel does not transpose rows of so many features; None when it does."""
+    """Reason why the kernel does not transpose rows of so many features."""
     return (
         f"the kernel that turns bytes takes rows of a multiple of {STEP}, not {features}" if features % STEP else None
     )
@@ -73,7 +73,7 @@ def why_not_transposed(features: int) -> str | None:
 
 @dataclass(frozen=True)
 class Transposed8(TextKernel[_native.CudaKernel]):
-    """The kernel as plans compile it beside their generated ones; the text is one for both dtypes of 8 bits."""
+    """The kernel beside a plan's generated ones; its text is one for both dtypes of 8 bits."""
 
     dtype: torch.dtype
     name: ClassVar[str] = "transposed8"
@@ -89,12 +89,12 @@ _OF_NOTHING = complex(*struct.unpack("=2d", struct.pack("=4f", 1.0, 1.0, 0.0, 0.
 
 
 def of_nothing(count: int, device: torch.device) -> torch.Tensor:
-    """`NUMBERS` that kernels raise, float32 [count, 4]: those of an amax of 0, which stay where there are no rows."""
+    """`NUMBERS` that kernels raise, float32 [count, 4]: those of an amax of 0."""
     return torch.full((count, 1), _OF_NOTHING, dtype=torch.complex128, device=device).view(torch.float32)
 
 
 def lower_again(amax: torch.Tensor) -> None:
-    """Have an amax be 0 again, [], or among `NUMBERS`, of which the others stay as they are."""
+    """Have an amax be 0 again, [], or among `NUMBERS`, whose others stay."""
     (amax[NUMBERS.index("largest") :] if amax.dim() else amax).zero_()
 
 
@@ -104,7 +104,7 @@ def in_kernels(dtype: torch.dtype, scaling: OwnScales) -> ScaleOf:
 
 
 def scale_by_torch(amax: torch.Tensor, dtype: torch.dtype, scaling: OwnScales) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scale that follows from a largest magnitude, and its reciprocal, on any device; amax is zero afterwards."""
+    """The scale of a largest magnitude, and its reciprocal, on any device; amax is zero afterwards."""
     with torch.no_grad():
         scale = scale_by(amax, dtype, scaling)
         amax.zero_()
@@ -119,7 +119,7 @@ Quantizer = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Weight8:
-    """Request for a weight of this dtype in 8 bits, in these layouts; `records`: its amax is raised."""
+    """Request for a weight of this dtype in 8 bits; `records`: its amax is raised."""
 
     dtype: torch.dtype
     rows: bool = True

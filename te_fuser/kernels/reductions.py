@@ -83,6 +83,6 @@ class FoldAmaxes(TextKernel[_native.CudaKernel]):
     source: ClassVar[Path] = Path(__file__).with_name("fold_amaxes.cu")
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
-        """The kernel as the native runtime takes it: the table, what was seen, slots, counts, the snapshot."""
+        """The native kernel of the table, what was seen, slots, counts, the snapshot."""
         tensors = [("int64", 8), ("float32", 4), ("float32", 4), ("int64", 8), ("float32", 16)]
         return over_rows(self.name, cubin, tensors, 2, 0, _THREADS, blocks=_ENDLESS)

@@ -85,7 +85,7 @@ GELU_FORMS = {"tanh": gelu_tanh, "none": gelu_erf}
 
 
 def known_form(op: RowOp, approximate: str) -> str:
-    """Check the form that an op was given as `approximate`, and return it; ValueError where there is no such form."""
+    """Check the form that an op was given as `approximate`, and return it."""
     if approximate not in GELU_FORMS:
         raise ValueError(f"{type(op).__name__} knows approximate='tanh' and 'none', got {approximate!r}")
     return approximate

@@ -65,7 +65,7 @@ class Spec:
 
     @functools.cached_property
     def key(self) -> Hashable:
-        """Key that is equal for specs equal in all shapes that a plan may hold for; it asks nothing of their sizes."""
+        """Key equal for specs of all shapes that a plan may hold for; it asks nothing of sizes."""
         return tuple([s.text if isinstance(s, Size) else s for s in self.shape]), self.dtype, self.device
 
     @property
@@ -124,14 +124,14 @@ class Gradient:
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """Names that the function of a fusion's node takes: dy, unless it reads that otherwise, and what it reads."""
+        """Names that the function of a fusion's node takes: dy, and what it reads."""
         instead = any(name.startswith("dy.") or name.endswith(".d_output") for name in self.reads)
         return self.reads if instead else ("dy", *self.reads)
 
 
 @dataclass
 class OpCall:
-    """One call as an opaque op sees it: tensors by name, the gradients that are needed, the stream of its draws."""
+    """One call of an opaque op: tensors by name, the gradients that are needed, its draws' stream."""
 
     tensors: dict[str, torch.Tensor | None] = field(default_factory=dict)
     needed: frozenset[str] = frozenset()
@@ -355,7 +355,7 @@ def output_specs(op: FusableOperation, x: Spec, inputs: Mapping[str, Spec] | Non
 
 
 def outputs_by_name(op: FusableOperation, made: Any, who: str) -> Mapping[str, Any]:
-    """Results of an op, given by `who`, as a dict: "output" and those of `values`; TypeError when it gives others."""
+    """Results of an op, given by `who`, by name: "output" and `values`, no others."""
     found = made if isinstance(made, Mapping) else {"output": made}
     if found.keys() != {"output", *op.values}:
         gives, all_of = (", ".join(map(str, names)) for names in (found, ("output", *op.values)))

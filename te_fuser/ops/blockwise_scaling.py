@@ -9,7 +9,7 @@ from te_fuser.recipe.recipes import Block, OwnScales
 
 
 def scales_of(t: torch.Tensor, dtype: torch.dtype, scaling: OwnScales) -> torch.Tensor:
-    """Scales of a matrix [rows, columns]: [], or one a block [blocks, blocks]; float32, of a float64 one float64."""
+    """Scales of a matrix: [], or one a block [blocks, blocks]; float32, or float64 of float64."""
     return scale_by(_amaxes(t, scaling.block).to(torch.promote_types(t.dtype, torch.float32)), dtype, scaling)
 
 
@@ -33,7 +33,7 @@ def put_scales(
 
 
 def quantized(t: torch.Tensor, dtype: torch.dtype, scaling: OwnScales) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix [rows, columns] times its scales in 8 bits, and the reciprocals of these as `scales_of` gives them."""
+    """A matrix times its scales in 8 bits, and the reciprocals of these as `scales_of` gives them."""
     scale = scales_of(t, dtype, scaling)
     return rounded(t.to(scale.dtype) * spread(scale, t.shape, scaling.block), dtype), scale.reciprocal()
 

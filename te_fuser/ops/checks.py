@@ -128,7 +128,7 @@ def meant(word: str, names: Collection[str]) -> str:
 
 
 def no_module(kind: str, given: Any) -> TypeError:
-    """The error for what stands in a list of modules and is none, or none that can be called."""
+    """The error for what is no module in a list, or none that can be called."""
     from te_fuser import ops
 
     name = getattr(given, "__name__", type(given).__name__)
@@ -140,7 +140,7 @@ def no_module(kind: str, given: Any) -> TypeError:
 
 
 def described(given: Any) -> str:
-    """The words of an error for what was given: a tensor by its shape, a class as one, other objects by their class."""
+    """Words for what was given: a tensor by its shape, a class as one, others by their class."""
     kind = type(given)
     if isinstance(given, torch.Tensor):
         return f"a {kind.__name__} of shape {list(given.shape)}"
@@ -181,7 +181,7 @@ def may_look(device: torch.device) -> bool:
 
 
 def check_floating(x: Spec, takes: str = "te_fuser ops take") -> None:
-    """Refuse integers and booleans; TypeError when x holds no floating-point numbers."""
+    """Refuse integers and booleans."""
     if not x.dtype.is_floating_point:
         may_be_ids = not x.dtype.is_complex and x.dtype != torch.bool
         ids = "put a torch.nn.Embedding before it where these are ids of tokens, else " if may_be_ids else ""
@@ -189,7 +189,7 @@ def check_floating(x: Spec, takes: str = "te_fuser ops take") -> None:
 
 
 def must_say(**choices: str) -> Callable[[Callable[Concatenate[Any, _P], None]], Callable[Concatenate[Any, _P], None]]:
-    """Decorator of a constructor with keywords without a default: the error for a missing one says the choices."""
+    """Decorator of a constructor with keywords without default: errors for missing ones say choices."""
 
     def around(init: Callable[Concatenate[Any, _P], None]) -> Callable[Concatenate[Any, _P], None]:
         @functools.wraps(init)
@@ -206,7 +206,7 @@ def must_say(**choices: str) -> Callable[[Callable[Concatenate[Any, _P], None]],
 
 
 def check_features(op: FusableOperation, x: Spec, features: int) -> None:
-    """Refuse an input whose last dimension is not `features`; ValueError naming both sizes."""
+    """Refuse an input whose last dimension is not `features`."""
     name = type(op).__name__
     if not x.shape:
         raise ValueError(f"{name} takes [..., {features}], got a scalar")
@@ -228,7 +228,7 @@ def check_probability(p: float, name: str | None = None) -> float:
 
 
 def check_eps(op: FusableOperation, eps: float) -> float:
-    """The eps of a norm, once checked; ValueError unless it is finite and >= 0, TypeError when it is no number."""
+    """The eps of a norm, once checked."""
     found = real_number(type(op).__name__, "eps", eps)
     if not 0.0 <= found < math.inf:
         raise ValueError(f"{type(op).__name__}: eps is a small number, such as 1e-5, got {eps!r}")
@@ -243,7 +243,7 @@ def real_number(op: str, name: str, value: Any) -> float:
 
 
 def finite_number(op: str, name: str, value: Any) -> float:
-    """An argument of an op; TypeError when it is no number, ValueError when it is infinite or NaN."""
+    """A finite number, of an argument of an op."""
     found = real_number(op, name, value)
     if not math.isfinite(found):
         raise ValueError(f"{op} takes a finite number as {name}, got {value}")
@@ -273,7 +273,7 @@ def yes_or_no(op: str, name: str, value: bool) -> bool:
 
 
 def function_or_none(op: str, name: str, value: Any) -> Any:
-    """An argument of an op that is a function, where it is given; TypeError when it is none."""
+    """A function, or None, of an argument of an op."""
     if not (value is None or callable(value)):
         raise TypeError(f"{op} takes a function as {name}, or None, got {value!r}")
     return value
@@ -290,7 +290,7 @@ def check_last(op: FusableOperation, dim: int) -> None:
 
 
 def check_batch_dim(op: FusableOperation, x: Spec, batch_dim: int) -> None:
-    """Refuse an input without that dimension, or whose features it is; ValueError naming dimension and shape."""
+    """Refuse an input without that dimension, or whose features it is."""
     dims = len(x.shape)
     if not -dims <= batch_dim < dims - 1 or batch_dim == -1:
         raise ValueError(
@@ -309,14 +309,14 @@ def check_name(name: str) -> str:
 
 
 def check_parameters_dtype(name: str, dtype: Any) -> None:
-    """Refuse what is no dtype for parameters, under the argument's name; None is torch's default."""
+    """Refuse what is no dtype for parameters, by the argument's name; None is torch's default."""
     if not (dtype is None or isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         use = f"torch.{dtype}" if str(dtype) in TABLE else "torch.bfloat16, say"
         raise TypeError(f"{name} is a floating-point dtype of torch's, got {dtype!r}: use {use}")
 
 
 def resolve_shape(shape: Sequence[int], elements: int) -> tuple[int, ...]:
-    """`shape` with its -1, if any, replaced so that it holds that many elements; ValueError when no size does."""
+    """`shape` with its -1, if any, replaced so that it holds that many elements."""
     known = math.prod(size for size in shape if size != -1)
     if -1 not in shape:
         if known != elements:

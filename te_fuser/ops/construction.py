@@ -50,7 +50,7 @@ Op = TypeVar("Op", bound=torch.nn.Module)
 
 
 def empty(*shape: int, dtype: torch.dtype | None, device: torch.device | str | None) -> torch.nn.Parameter:
-    """A parameter that `reset_parameters` is to fill; TypeError for what is no floating-point dtype."""
+    """A parameter that `reset_parameters` is to fill, in a floating-point dtype."""
     check_parameters_dtype("dtype", dtype)
     return torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
 

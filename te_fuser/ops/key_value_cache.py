@@ -126,7 +126,7 @@ class KeyValueCache(OfHeads):
         return heads.merge_output(torch.where(lost, torch.nan, q))
 
     def _check_room(self, call: OpCall, lost: torch.Tensor, room: int) -> None:
-        """Raise, in words, where a CPU's rows would lie behind a cache; ValueError saying which sample's."""
+        """Refuse rows of a CPU behind the end of a cache."""
         if not may_look(lost.device) or not len(found := lost.nonzero()):
             return
         sample = int(found[0, 1])

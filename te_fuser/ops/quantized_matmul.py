@@ -140,7 +140,7 @@ def product(
 
 
 def multiple(size: int, name: str, kind: type[UnfusedOperation]) -> int:
-    """A size that products of 8 bits take; ValueError for one that is no multiple of 16."""
+    """A size that products of 8 bits take, a multiple of 16."""
     found = feature_size(size, name)
     if found % STEP:
         raise ValueError(f"{kind.__name__} takes {name} in multiples of {STEP}, got {found}: run this one as a MatMul")

@@ -114,7 +114,7 @@ class RowOp(FusableOperation):
         return {name: replace(spec, dtype=dtype) if name == "output" else spec for name, spec in given.items()}
 
     def _width(self, features: int) -> int:
-        """Number of features the formula gives for so many; as many where it cannot be read (planning says why)."""
+        """Features that the formula gives for so many; as many where it cannot be read."""
         y = self.on_symbols(features).get("output")
         return features if y is None or not y.axes & Axes.FEATURE else y.width
 

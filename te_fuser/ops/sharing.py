@@ -142,7 +142,7 @@ class Context:
         return spans(positions, self.group.size, self.group.rank, self.balanced)
 
     def own(self, whole: torch.Tensor, positions: int, dim: int = 0) -> torch.Tensor:
-        """Positions of this rank among the first of the whole, along a dimension; a view where they are one block."""
+        """Positions of this rank among the first of the whole; a view where they are one block."""
         return blocks_of(whole, self.spans(positions), dim)
 
     def check(self, op: str, whole: int) -> None:

@@ -19,7 +19,7 @@ def on_grid(size: int) -> int:
 
 
 class Questions:
-    """Questions asked of the sizes s0, s1, .. of one call while it was planned, as expressions, and their answers."""
+    """Questions asked of sizes s0, s1, .. of a call while it was planned, and the answers."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Any] = {}

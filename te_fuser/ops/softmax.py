@@ -10,7 +10,7 @@ from te_fuser.ops.row_op import RowOp
 
 
 def shifted(x: Any) -> Any:
-    """x less its row's largest feature: no exponential of it overflows, and what is shift-invariant is as before."""
+    """x less its row's largest feature, so that no exponential overflows."""
     return x - detach(row_max(x))
 
 

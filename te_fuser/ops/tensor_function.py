@@ -84,7 +84,7 @@ def forward_of(function: Callable[..., torch.Tensor], *reads: str) -> Callable[.
 def gradient_of(
     name: str, function: Callable[..., torch.Tensor], *reads: str
 ) -> Callable[..., dict[str, torch.Tensor | None]]:
-    """A gradient method that gives `name` alone, a function of tensors; `reads` names them, "dy" among them."""
+    """A gradient method of `name` alone, a function of tensors `reads`, "dy" among them."""
 
     def gradient(self: UnfusedOperation, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
         """The gradient of one argument."""

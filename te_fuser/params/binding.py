@@ -19,7 +19,7 @@ Key = tuple[int, str]
 
 @dataclass(frozen=True)
 class Binding:
-    """A parameter by its owner and name; the tensor is looked up in each call, since it may be replaced."""
+    """A parameter by its owner and name, looked up in each call, as it may be replaced."""
 
     tells: ClassVar[bool] = False  # of one that is computed: whether `look` knows what stands for it
     written: ClassVar[bool] = False  # whether steps write into it, in backward too: it is never saved for that
@@ -69,7 +69,7 @@ class Binding:
         return Facts()
 
     def look(self, made: Callable[..., torch.Tensor]) -> torch.Tensor | None:
-        """Stand-in for a computed parameter, by `made(shape, dtype, device, needs_grad)`; None: computing it tells."""
+        """Stand-in for a computed parameter, of `made`; None: computing it tells."""
         return None
 
     def note(self) -> str:
@@ -82,7 +82,7 @@ class Binding:
 
 
 class WeakBinding(Binding):
-    """A binding that does not keep the parameter's owner alive, which may hold the plans that have the binding."""
+    """A binding that does not keep the owner alive, which may hold plans with the binding."""
 
     def __init__(self, owner: torch.nn.Module, name: str) -> None:
         object.__setattr__(self, "_owner", weakref.ref(owner))
@@ -98,13 +98,13 @@ class WeakBinding(Binding):
 
 
 def place_of(owner: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
-    """The module that has the parameter of that name, and its name there: `q_proj.weight` is that of a part."""
+    """The module that has the parameter, and its name there: `q_proj.weight` is that of a part."""
     path, _, last = name.rpartition(".")
     return (owner.get_submodule(path) if path else owner), last
 
 
 def owned(owner: torch.nn.Module, names: Iterable[str]) -> Facts:
-    """Facts that hold while each parameter stays with its module, and each missing one stays missing."""
+    """Facts that each parameter stays with its module, and each missing one stays missing."""
     facts = []
     for name in names:
         module, last = place_of(owner, name)
@@ -114,7 +114,7 @@ def owned(owner: torch.nn.Module, names: Iterable[str]) -> Facts:
 
 
 def has_tensor(owner: torch.nn.Module, name: str) -> bool:
-    """True where a module has a tensor of that name; one by torch.nn.utils.parametrize is not computed for it."""
+    """True where a module has a tensor of that name, without computing a parametrized one."""
     if _stored(owner, name) is not None or name in owner.__dict__["_modules"].get("parametrizations", ()):
         return True
     return isinstance(getattr(owner, name, None), torch.Tensor)
@@ -140,7 +140,7 @@ def standing_in(known: StandIns) -> AbstractContextManager[StandIns]:
 
 
 class PlannedParametrizations:
-    """Value of an op's `parametrizations` while it is planned: name -> a function that gives the stand-in."""
+    """Value of `parametrizations` while planning: name -> a function that gives the stand-in."""
 
     def __init__(self, owner: torch.nn.Module, known: StandIns) -> None:
         self._owner, self._known = owner, known

@@ -45,7 +45,7 @@ class Joined(NamedTuple):
 
 
 class InOneBuffer(torch.autograd.Function):
-    """Tensors as one that has their values; each gets its rows of the gradient, a DTensor as one that lies alike."""
+    """Tensors as one; each gets its rows of the gradient, a DTensor as one that lies alike."""
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -143,7 +143,7 @@ class JoinedBinding(WeakBinding):
         return whole
 
     def _placed(self, parts: Sequence[torch.Tensor]) -> Facts:
-        """Facts that hold while these are the parts and lie where they lie now; on a GPU the stream is the same."""
+        """Facts that these are the parts and lie where they lie; on a GPU the stream is the same."""
         dicts = [(part()._parameters, last) for part, last in self.__dict__["_places"]]
         placed = [(*at, t, _native.tensor_place(t)) for at, t in zip(dicts, parts, strict=True)]
         of_others = owned(self.owner, [name for name in self.names if "." in name])
@@ -176,7 +176,7 @@ def parts_of(t: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def made_of(t: torch.Tensor, parts: Sequence[torch.Tensor], again: Callable[..., torch.Tensor]) -> None:
-    """Note what a tensor was made of, and what makes it again: of a copy of joined ones, their parts."""
+    """Note what a tensor was made of, and what makes it again."""
     joined = joined_of(parts[0])
     if joined is not None and joined.copied:
         count, inner, outer = len(joined.parts), joined.again, again
@@ -226,7 +226,7 @@ def lie_together(parts: Sequence[torch.Tensor]) -> bool:
 
 
 def in_one_buffer(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Tensors that `lie_together` as one, joined along dimension 0: a view of the first one's memory."""
+    """Tensors that `lie_together` as one, along dimension 0: a view of their memory."""
     first = parts[0].detach()
     return first.as_strided((sum([p.shape[0] for p in parts]), *first.shape[1:]), first.stride())
 
@@ -240,7 +240,7 @@ def _on_this_stream(device: torch.device) -> tuple[tuple[Callable[[], Any], Any]
 
 
 class _Wholes(dict[str, torch.Tensor]):
-    """Cache of tensors joined without a copy, by the names; copies and pickles of a module have none."""
+    """Cache of tensors joined without a copy, by names; copies and pickles have none."""
 
     def __reduce__(self) -> Any:
         return _Wholes, ()
@@ -265,7 +265,7 @@ class Together(HoldsScales):
         self._settle()
 
     def _settle(self) -> None:
-        """Drop the joined tensors and bring parts into one buffer again, as parameters may be others than before."""
+        """Drop joined tensors and bring parts into one buffer again, for parameters may be others."""
         self.__dict__.get("_wholes", {}).clear()
         for names in getattr(self, "_kept_together", ()):
             parts = self._found(names)

@@ -41,7 +41,7 @@ _earlier = ContextVar("_earlier", default=-1)
 
 
 def of_backward(number: int) -> contextlib.AbstractContextManager[int]:
-    """Treat gradients written in here, outside of autograd, as an earlier backward's, by autograd's number for it."""
+    """Treat gradients written in here, outside of autograd, as those of that earlier backward."""
     return being(_earlier, number)
 
 
@@ -123,7 +123,7 @@ def _writes_over(weight: torch.Tensor, over: bool) -> bool:
 
 
 def gradient_added(weight: torch.Tensor) -> torch.Tensor:
-    """Note that a weight's gradient is in its main_grad, and give what stands for it: zeros, or `is_absent`."""
+    """Note that a gradient is in main_grad, and give what stands for it: zeros, or `is_absent`."""
     shape, dtype, device = tuple(weight.shape), weight.dtype, weight.device
     of = [part for part in parts_of(weight) if part.requires_grad] or [weight]
     noted = [part for part in of if hasattr(part, _NOTE)]
@@ -141,7 +141,7 @@ def gradient_added(weight: torch.Tensor) -> torch.Tensor:
 
 
 def is_absent(gradient: torch.Tensor) -> bool:
-    """True where a tensor only stands for a gradient that is in a main_grad, and autograd is to get none."""
+    """True where a tensor only stands for a gradient in main_grad, and autograd gets none."""
     return _ABSENT in gradient.__dict__
 
 
@@ -182,7 +182,7 @@ def restored(weights: Iterable[torch.Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def caught(weight: torch.Tensor) -> Iterator[torch.Tensor | None]:
-    """Yield a tensor for what a backward in here gives to main_grad, which has it afterwards. None: no main_grad."""
+    """Yield what a backward in here gives to main_grad, which has it afterwards; None: there is none."""
     parts = parts_of(weight) or (weight,)
     held = [held_main_grad(part) for part in parts]
     first = next((t for t in held if t is not None), None)
@@ -205,7 +205,7 @@ def caught(weight: torch.Tensor) -> Iterator[torch.Tensor | None]:
 
 @contextlib.contextmanager
 def _replaced(weight: torch.Tensor, main_grad: torch.Tensor, *also: str) -> Iterator[None]:
-    """Context in which another tensor is the main_grad; further attributes are put back with it."""
+    """Context of another main_grad; further attributes are put back with it."""
     names = ("main_grad", "get_main_grad", *also)
     before = {name: weight.__dict__[name] for name in names if name in weight.__dict__}
     weight.__dict__.pop("get_main_grad", None)

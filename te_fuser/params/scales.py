@@ -91,7 +91,7 @@ def note_scaled(module: torch.nn.Module, moved: bool = False) -> None:
 
 
 def not_scaled(p: torch.Tensor, there: Mapping[str, Any]) -> str | None:
-    """Reason for which a scale in this module is not that of its weight in 8 bits, in words; None where it is."""
+    """Reason why a module's scale is not that of its weight in 8 bits."""
     if p not in _scaled:  # somebody's, who brings scale and numbers, as torch.func.functional_call does
         _scaled[p] = version_of(p), id(there)
     version, of = _scaled[p]
@@ -105,7 +105,7 @@ def not_scaled(p: torch.Tensor, there: Mapping[str, Any]) -> str | None:
 
 
 def version_of(p: torch.Tensor) -> float:
-    """Number of in-place writes to a tensor; NaN, which nothing equals, in inference mode, where none are counted."""
+    """Number of in-place writes to a tensor; NaN, which nothing equals, in inference mode."""
     return math.nan if p.is_inference() else p._version
 
 
@@ -185,7 +185,7 @@ some_wait = [False]  # whether there may be amaxes that wait in any `States`
 
 
 class Aside:
-    """Things that others keep among an op's attributes, and among its buffers by these names: no part of what it is."""
+    """Base of what others keep in an op, by attribute and buffers: no part of what it is."""
 
     def buffers(self) -> Collection[str]:
         """The names of buffers."""
@@ -227,12 +227,12 @@ class States(dict[str, Any], Aside):
             state.put_back((then or {}).get(name))
 
     def saved(self, saves: bool) -> dict[str, torch.Tensor]:
-        """Tensors that a state_dict, or a copy, has in place of buffers, by their names."""
+        """Tensors that a state_dict, or a copy, has in place of buffers."""
         made = [numbers(state, saves) for state in self.values() for numbers in saved_numbers]
         return {name: t for found in made for name, t in found.items()}
 
     def recorded(self, without: Collection[str] = ()) -> dict[str, list[float]]:
-        """Amaxes that no history has yet, as `waiting`, of calls and those that wait; not of the buffers `without`."""
+        """Amaxes of calls and those that wait, as `waiting`, in no history yet; but for buffers `without`."""
         with _disable_current_modes():
             found = {s.prefix: s.recorded() for s in self.values() if s.prefix + SCALE not in without}
             for prefix, amaxes in self.waiting.items():
@@ -252,7 +252,7 @@ class States(dict[str, Any], Aside):
 
 
 def states_of(owner: torch.nn.Module) -> States:
-    """States of a module's weights, which go along where it is saved, and are taken where it is loaded."""
+    """States of a module's weights, which are saved and loaded with it."""
     if _save_recorded not in owner._state_dict_hooks.values():  # a copy has the hooks of what it is made of
         owner.register_state_dict_post_hook(_save_recorded)
         take_scales(owner)
@@ -267,7 +267,7 @@ def asides() -> list[Aside]:
 
 
 def _save_recorded(module: torch.nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any]) -> None:
-    """Give a state_dict what was recorded since the last update: in its buffers, or beside them."""
+    """Give a state_dict what was recorded since the last update, in buffers or beside them."""
     states = module.__dict__.get(STATES, States())
     numbers = states.saved(True)
     state_dict.update({prefix + name: t for name, t in numbers.items() if prefix + name in state_dict})
@@ -361,7 +361,7 @@ def before_loading(module: torch.nn.Module, state_dict: dict[str, Any], prefix: 
 
 
 def _forget_recorded(owner: torch.nn.Module, name: str) -> None:
-    """Drop the amaxes that calls recorded of a product, where this is its buffer, which another one is to replace."""
+    """Drop the recorded amaxes of a product whose buffer is to be replaced."""
     states = owner.__dict__.get(STATES)
     if states is not None:
         states.forget_recorded(name)
@@ -374,7 +374,7 @@ _ALONE = (
 
 
 def _unsound(key: str, found: torch.Tensor) -> str:
-    """Message about scales or a history in a checkpoint that calls cannot go by; empty where these are sound."""
+    """Message about a checkpoint's scales or history that calls cannot go by, if any."""
     if found.is_meta or isinstance(found, FakeTensor):  # without numbers
         return ""
     numbers, is_scale = found.float(), key.endswith(SCALE)
@@ -409,14 +409,14 @@ def drop_scales(module: torch.nn.Module) -> None:
 
 
 def loads_plainly(module: torch.nn.Module) -> bool:
-    """True where a module loads as those of torch.nn do; ops, presets and the like know scales by themselves."""
+    """True where a module loads as those of torch.nn do; presets and ops know scales."""
     return type(module)._load_from_state_dict is torch.nn.Module._load_from_state_dict
 
 
 def _scales_in(
     module: torch.nn.Module, state_dict: dict[str, Any], prefix: str
 ) -> Iterator[tuple[str, torch.nn.Module, str, torch.Tensor]]:
-    """Key, owner, name and tensor of what a checkpoint has for a module, and for those in it that load plainly."""
+    """Key, owner, name and tensor in a checkpoint of a module and those in it that load plainly."""
     for key, found in [*state_dict.items()]:
         path, _, name = key.removeprefix(prefix).rpartition(".")
         if not (key.startswith(prefix) and name.endswith((SCALE, HISTORY))):

@@ -24,7 +24,7 @@ from te_fuser.variants import Variants
 
 @dataclass(frozen=True)
 class ProjectionArguments(Normed):
-    """Arguments of `MultiheadAttention` and `TransformerLayer` for the projections, as the former says."""
+    """Arguments of `MultiheadAttention` and `TransformerLayer` for the projections."""
 
     num_gqa_groups: int | None = None
     kv_channels: int | None = checked(None, check_size)
@@ -64,7 +64,7 @@ class MultiheadAttentionArguments(HeadsArguments):
 
 
 def channels_of(hidden_size: int, heads: int) -> int:
-    """Features of a head where nobody says it. ValueError when there is no whole number of them."""
+    """Features of a head where nobody says it."""
     if hidden_size % heads:
         raise ValueError(f"hidden_size={hidden_size} is no multiple of num_attention_heads={heads}: give kv_channels")
     return hidden_size // heads
@@ -157,7 +157,7 @@ def own_rows(preset: Preset, rows: list[int]) -> list[int]:
 
 
 def plan_given_sizes(preset: Preset, hidden_size: int, *attentions: Asking) -> None:
-    """Plan ahead for calls of the sizes that a preset with these attentions was given, if any: nothing is hidden."""
+    """Plan ahead for calls of the sizes that a preset was given, if any: nothing is hidden."""
     if not plans_ahead(preset.common):
         return
     positions, samples = preset.common.seq_length, preset.common.micro_batch_size
@@ -182,7 +182,7 @@ def _unmasking(call: AttentionCall, positions: int, samples: int, device: torch.
 
 
 class TorchAttention(torch.nn.Module):
-    """Attention on packed queries, keys and values in torch's functions, which know no masks of a call, nor windows."""
+    """Attention on packed heads in torch's functions, without masks of a call, and windows."""
 
     def __init__(self, op: ops.FusableOperation) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class TorchAttention(torch.nn.Module):
         return self._op[0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[S, B, heads * head_dim] of packed [S, B, (heads + 2 kv_heads) * head_dim], in either order of S and B."""
+        """[S, B, heads * head_dim] of packed [S, B, (heads + 2 kv_heads) * head_dim]."""
         op: Any = self._op[0]
         heads, dropout = op.packed, op.dropout if self.training else 0.0
         q, k, v = heads.split(x)

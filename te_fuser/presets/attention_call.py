@@ -97,7 +97,7 @@ class AttentionCall:
     def changed(
         self, mask_type: Any = None, window_size: Any = None, bottom_right_diagonal: Any = None
     ) -> AttentionCall:
-        """Copy with the arguments replaced that are not None; a mask's type sets the corner, unless that is given."""
+        """Copy with arguments replaced that are not None; a mask's type may set the corner."""
         found = self
         if isinstance(mask_type, str) and "," in mask_type:  # "padding,causal", either way round, is "padding_causal"
             mask_type = "_".join(sorted((word.strip() for word in mask_type.split(",")), reverse=True))
@@ -117,7 +117,7 @@ class AttentionCall:
         return found
 
     def argument(self, name: str) -> str:
-        """Keyword of an argument in calls; of a layer's self attention, `attn_mask_type` alone has a prefix."""
+        """Keyword of an argument in calls; self attention in a layer prefixes `attn_mask_type` alone."""
         return f"{self.prefix}{name}" if self.prefix == CROSS or name == "attn_mask_type" else name
 
     @property
@@ -221,7 +221,7 @@ class Asking:
     def understood(
         self, given: Mapping[str, Any], caches: bool = False
     ) -> tuple[AttentionCall, dict[str, torch.Tensor]]:
-        """The variant for these arguments, among `ARGUMENTS`, and the tensors it reads; `caches`: these say lengths."""
+        """Variant for these `ARGUMENTS`, and the tensors it reads; `caches` may say lengths."""
         if not (caches or self.reads) and all(value is None for value in given.values()):
             return self.default, {}
         call = self.default
@@ -294,7 +294,7 @@ class Asking:
     def _sequences(
         self, call: AttentionCall, given: Mapping[str, Any]
     ) -> tuple[AttentionCall, dict[str, torch.Tensor]]:
-        """Variant for "thd", and where its sequences begin, and how long they are where padding lies between them."""
+        """Variant for "thd", where sequences begin, and how long they are between padding."""
         ends: list[Any] = [given.get("cu_seqlens_q"), given.get("cu_seqlens_kv")]
         begins: list[Any] = [given.get("cu_seqlens_q_padded"), given.get("cu_seqlens_kv_padded")]
         if ends[0] is None:
@@ -336,7 +336,7 @@ class Asking:
             warnings.warn(text, stacklevel=stacklevel_of_user())
 
     def _say_unread(self, call: AttentionCall, given: Mapping[str, Any]) -> None:
-        """Warn of tensors that would say what is hidden, and that the type of the mask does not read."""
+        """Warn of tensors on hidden positions that the type of the mask does not read."""
         mask, counts = given.get("attention_mask"), [name for name in _COUNTS if given.get(name) is not None]
         if isinstance(mask, str):
             raise TypeError(f"{self.who}: {call.mask} takes a tensor, got {mask!r}: give its type by {_type(call)}")

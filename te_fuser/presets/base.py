@@ -99,7 +99,7 @@ class Asked(NamedTuple):
 
 
 def understands(forward: Callable[..., Asked]) -> Callable[..., Any]:
-    """The forward of a preset, of a function that says what a call comes to and runs nothing."""
+    """The forward of a preset, of a function that gives its `Asked` and runs nothing."""
 
     @functools.wraps(forward)
     def run(self: Preset, *args: Any, **call: Any) -> Any:
@@ -326,7 +326,7 @@ class Preset(Together, Variants):
         return self._asked(*args, **call).of_list(measure)  # type: ignore[no-any-return]
 
     def _asked(self, *args: Any, **call: Any) -> Asked:
-        """Return the list's call that a call of the preset comes to, whatever a subclass does before and after it."""
+        """The list's call that a preset's call comes to, whatever a subclass does around it."""
         forwards = (vars(kind).get("forward") for kind in type(self).__mro__)
         return next(vars(f)["asked"] for f in forwards if f and "asked" in vars(f))(self, *args, **call)  # type: ignore[no-any-return]
 
@@ -464,7 +464,7 @@ class Preset(Together, Variants):
 
 
 def _group(given: Any) -> ops.Group:
-    """The ranks of a group, of this process alone where none is given. TypeError when it is none."""
+    """The ranks of a group, by default this process alone."""
     try:
         return ops.Group() if given is None else ops.Group.of("tp_group", given)
     except TypeError as error:

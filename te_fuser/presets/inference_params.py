@@ -154,7 +154,7 @@ class InferenceParams:
                 cache.index_copy_(self._batch_dim[key], new, cache.index_select(self._batch_dim[key], old))
 
     def _clear(self, before: list[Hashable], now: list[Hashable]) -> None:
-        """Make zeros of the caches in rows that no sequence goes on in: attention may multiply what is hidden by 0."""
+        """Zero the caches in rows that no sequence goes on in: hidden ones may be multiplied by 0."""
         going_on = {row for row, name in enumerate(now) if name in self.sequences}
         ended = [row for row in range(len(before)) if row not in going_on]
         longest = max((self.sequences[before[row]] for row in ended), default=0)
@@ -223,7 +223,7 @@ class InferenceParams:
 
 
 def _whole_numbers(step_dict: Any) -> dict[Hashable, int]:
-    """Argument of `pre_step` as plain integers. TypeError or ValueError, naming the sequence, and what it takes."""
+    """Argument of `pre_step` as plain integers, once checked."""
     if not isinstance(step_dict, Mapping):
         raise TypeError(f"pre_step takes a dict, sequence -> how many tokens, got {type(step_dict).__name__}")
     found = {}
@@ -252,7 +252,7 @@ def _sent(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def _put_lengths(rows: torch.Tensor, lengths: list[int], counts: list[int]) -> None:
-    """Say the lengths of sequences behind a step of so many tokens anew; rows without a sequence have none."""
+    """Say lengths of sequences behind a step of so many tokens; rows without one have none."""
     most, pinned = rows.shape[1], rows.is_cuda
     table = [[a - b for a, b in zip(lengths, counts, strict=True)], counts, lengths]
     filled = torch.tensor([row + [0] * (most - len(row)) for row in table], dtype=torch.int32, pin_memory=pinned)
@@ -351,7 +351,7 @@ def _memory(params: Any, wanted: CacheRequest, device: torch.device) -> tuple[to
 
 
 def _clear_behind(caches: tuple[torch.Tensor, torch.Tensor], end: int, first: int, batch: int, batch_dim: int) -> None:
-    """Make zeros of what longer sequences left behind `end` in the rows of a call, whose offset went back."""
+    """Zero what longer sequences left behind `end` in the rows of a call that went back."""
     traced, keys = torch.compiler.is_compiling(), caches[0]
     unknown = [keys.shape[1 - batch_dim]] * keys.shape[batch_dim]
     ends = unknown if traced else _ENDS.setdefault(keys, unknown)

@@ -129,7 +129,7 @@ class MultiheadAttention(ContextParallel):
 
     @property
     def _core(self) -> DotProductAttention:
-        """Attention between the projections; TypeError for another module, which calls cannot tell their mask."""
+        """Attention between the projections, which must be a DotProductAttention."""
         found = self._modules.get("core_attention")
         if not isinstance(found, DotProductAttention):
             is_now = None if found is None else type(found).__name__
@@ -449,7 +449,7 @@ class MultiheadAttention(ContextParallel):
 
 
 def check_encoder_output(preset: Preset, given: Any, wanted: bool, kind: str) -> None:
-    """Refuse what is no tensor, or not taken; `kind` is the argument of a mask's type, which may have been meant."""
+    """Refuse what is no tensor, or not taken; `kind` is the argument of a mask, maybe meant."""
     who = type(preset).__name__
     if isinstance(given, str):
         raise TypeError(

@@ -110,7 +110,7 @@ class PresetNorm:
 
 
 def share_norm(preset: Any, name: str) -> None:
-    """Let later ops of the list around a preset read by `name` what the norm at its head gives."""
+    """Let later ops around a preset read by `name` what the norm at its head gives."""
     preset.norm = replace(preset.norm, fork=name)
     preset.shares_names = True
     preset.relist()

@@ -36,7 +36,7 @@ _kept: weakref.WeakKeyDictionary[Any, Agreement] = weakref.WeakKeyDictionary()
 
 
 def agreement_in(region: Region | None) -> Agreement | None:
-    """The agreement of the ranks of a region's group, by default all; None where each has its own amaxes."""
+    """The agreement of the ranks of a region's group, if they agree on amaxes."""
     if region is None or not region.recipe.reduce_amax or not (dist.is_available() and dist.is_initialized()):
         return None
     group = dist.group.WORLD if region.group is None else region.group
@@ -51,7 +51,7 @@ def agreement_in(region: Region | None) -> Agreement | None:
 
 
 def _on_host(numbers: torch.Tensor) -> Callable[[], list[int]]:
-    """f() -> numbers, which are on their way to the host, where nobody waits for them until then."""
+    """f() -> numbers, which are on their way to the host, and waited for then."""
     if not numbers.is_cuda:
         return numbers.tolist
     there, event = torch.empty_like(numbers, device="cpu", pin_memory=True), torch.cuda.Event()
@@ -103,7 +103,7 @@ class Agreement:
         return {state: place for state, place in found if _is_agreed_on(state)}
 
     def waiting(self) -> list[State]:
-        """Products that all ranks may have made, which the next update reduces: until then their scales stay."""
+        """Products that all ranks may have made, which the next update reduces; their scales stay."""
         found = [] if self.differs else [state for weight in self._coming if (state := _ref(weight)()) is not None]
         return [s for s in found if s.block is not None and _is_agreed_on(s)]
 
@@ -127,7 +127,7 @@ class Agreement:
         self._entered.add(key)
 
     def begin(self, recipe: Recipe) -> None:
-        """Compare how many products there are, once; RuntimeError on all ranks, where these are different numbers."""
+        """Compare how many products there are, once; a difference is an error on all ranks."""
         if self._begun:
             return
         gc.collect()  # of a model that was dropped, one rank may have products yet, and another one none
@@ -173,7 +173,7 @@ class Agreement:
             block.amaxes[rows] = amaxes[there].to(block.device)
 
     def all_bring(self) -> bool:
-        """True where all bring some at this entry; asked where this rank does, as a GPU is waited for."""
+        """True where all bring some at this entry; a GPU is waited for."""
         return self._answer is not None and self._answer()[-1] == -1
 
     def _largest(self, bits: torch.Tensor) -> torch.Tensor:
@@ -205,7 +205,7 @@ class Agreement:
             )
 
     def _new(self, recipe: Recipe) -> list[Binding]:
-        """The products that ranks do not agree on yet, without those that run by no recipe, whatever the region."""
+        """Products that ranks do not agree on yet, but for those that run by no recipe."""
         now = latest(), settings(), len(self._products)
         if self._looked == now:
             return self._coming
@@ -214,14 +214,14 @@ class Agreement:
         return [w for w in products() if recipe_for(w, recipe) is not None and id(state_of(w)) not in known]
 
     def _device(self, weights: Sequence[Binding]) -> torch.device:
-        """Device of the vector: with the first product, but on a GPU where the ranks know nothing else."""
+        """Device of the vector: the first product's, but a GPU for ranks of NCCL."""
         if "nccl" in dist.get_backend(self._group()):
             return torch.device("cuda", torch.cuda.current_device())
         return next(filter(None, map(device_of, weights)), torch.device("cpu"))
 
 
 def _ref(weight: Binding) -> Callable[[], State | None]:
-    """A weak reference to a product's state; of one that is gone it leads nowhere, but keeps its place."""
+    """Weak reference to a product's state; of one that is gone it leads nowhere, in its place."""
     try:
         return weakref.ref(state_of(weight))
     except ReferenceError:
@@ -234,7 +234,7 @@ def _is_agreed_on(state: State) -> bool:
 
 
 def note_alike(agreement: Agreement | None, left_out: set[State]) -> None:
-    """Note of each product that was updated whose amaxes went into that; plans follow where ranks' scales part."""
+    """Note whose amaxes went into products' updates; plans follow where ranks' scales part."""
     alone, parted = frozenset([dist.get_rank()]), False
     ranks, reduced = (alone, {}) if agreement is None else (agreement.ranks, agreement.reduced())
     for state in [state for state in all_states() if state not in left_out]:
@@ -260,7 +260,7 @@ def quantized_first(listed: Sequence[ListedOp], around: Recipe) -> list[ListedOp
     found = list(listed)
 
     def exchange(at: int, kinds: Kinds, carried: Carried) -> None:
-        """Exchange two neighbours of these kinds, of which others read nothing by name, nor do they of others."""
+        """Exchange two neighbours of these kinds, which read and are read by nothing by name."""
         pair = found[max(at, 0) : at + 2]
         if [None if i.names_in or i.names_out else i.lowered.op.kind for i in pair] != [*kinds]:
             return

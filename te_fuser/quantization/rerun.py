@@ -162,7 +162,7 @@ _by_scales_of_now: weakref.WeakSet[_Forward] = weakref.WeakSet()
 
 
 def keep_scales() -> None:
-    """Leave the scales, which are about to change, to forwards that ran by them and may run again."""
+    """Leave scales that are about to change to forwards that ran by them and may run again."""
     scales = scales_of(all_states()) if _by_scales_of_now else []
     for forward in _by_scales_of_now:
         forward.scales = scales
@@ -183,7 +183,7 @@ def refuse_another(state: State, recipe: Recipe) -> None:
 
 
 def ran_outside(weights: Iterable[Binding]) -> None:
-    """Note that products run outside of all regions now; refused where what runs again has lost its own."""
+    """Note that products run outside of regions; refused where what runs again has lost its own."""
     for state in filter(None, map(known_state_of, weights)):
         if state.ran_by is not None and region.runs_again():
             raise RuntimeError(_LOST.format("without the region that it ran in before"))
@@ -191,7 +191,7 @@ def ran_outside(weights: Iterable[Binding]) -> None:
 
 
 def refuse_another_precision(weight: Binding, path: str, recipe: Recipe) -> None:
-    """Refuse to compute a forward again in which a product ran by another recipe than is chosen for it now."""
+    """Refuse to run a forward again whose product ran by another recipe than is chosen now."""
     kept = _running_again.get()
     if kept is None or isinstance(weight, GivenBinding) or not is_another_since(weight, kept.whole.precision, recipe):
         return
@@ -256,7 +256,7 @@ class GraphedRegion:
         self._kept = {state: (kept, weight) for state, kept, weight in used}
 
     def run(self, replay: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-        """Replay in the region of now; without gradients nothing is recorded; ValueError if captured in another."""
+        """Replay in the region of now, which must be like that of the capture."""
         self._check()
         if not self._products:
             return replay(*tensors)
@@ -340,7 +340,7 @@ def _copied(device: torch.device) -> Iterator[None]:
 
 
 def refuse_by_hand() -> None:
-    """Refuse calls that a CUDA graph would capture with the scales of now, but for `te_fuser.cuda_graph`."""
+    """Refuse calls that a CUDA graph by hand would capture with the scales of now."""
     if region.is_capturing() and read_in_capture() is None:
         raise NotImplementedError(
             "a model runs in a region of FP8 while a CUDA graph is captured by hand: replays would go on by the scales "

@@ -53,7 +53,7 @@ _threads: set[int] = set()  # those that have entered regions
 
 @dataclass
 class Recorded:
-    """The last region with gradients from outside of all, and whether it was entered since the last update."""
+    """The last outermost region with gradients, and whether it was entered since the last update."""
 
     region: Region | None = None
     is_new: bool = False
@@ -63,7 +63,7 @@ recorded = Recorded()
 
 
 def update() -> None:
-    """Make history and scales of what was recorded since the last update; ranks of a group, all of them, together."""
+    """Make history and scales of what was recorded since the last update, on all ranks of a group."""
     _check_place()
     with written_by_updates():
         agreement, last = agreement_in(recorded.region), recorded.region
@@ -105,7 +105,7 @@ def _update_block(block: Block, left_out: set[State]) -> None:
 
 
 def _folded_in(block: Block, among: Iterable[State]) -> list[State]:
-    """The ones of some products that keep amaxes in a block; those of modules on the meta device have nowhere to."""
+    """Products with amaxes in a block, of these, but for modules on the meta device."""
     found = [state for state in among if state.block is block and isinstance(state.recipe, DelayedScaling)]
     found = [state for state in found if not any(t is not None and t.is_meta for t in state.found())]
     for state in found:
@@ -114,7 +114,7 @@ def _folded_in(block: Block, among: Iterable[State]) -> list[State]:
 
 
 def upcoming(among: Iterable[State]) -> Iterator[tuple[Block, Moved]]:
-    """Histories and scales that the next update would make of what was recorded of these; nothing is written."""
+    """Histories and scales that the next update would make; nothing is written."""
     stays = {*busy_states()}
     own = [state for state in among if state not in stays]
     for block in blocks():
@@ -122,7 +122,7 @@ def upcoming(among: Iterable[State]) -> Iterator[tuple[Block, Moved]]:
 
 
 def _moved(block: Block, states: Iterable[State], seen: torch.Tensor) -> Iterator[Moved]:
-    """Histories and scales that an update makes of what was seen, [products, 3], by recipe; it writes nothing."""
+    """Histories and scales, by recipe, that an update makes of what was seen, [products, 3]."""
     by_recipe: dict[int, list[State]] = {}
     for state in states:
         by_recipe.setdefault(id(state.recipe), []).append(state)
@@ -220,7 +220,7 @@ _kernels: weakref.WeakKeyDictionary[Block, BlockKernel] = weakref.WeakKeyDiction
 
 
 def _kernel_of(block: Block) -> tuple[BlockKernel | None, list[State]]:
-    """The kernel of a block, and its products that PyTorch folds: all, or those with functions of somebody's own."""
+    """The kernel of a block, and its products that PyTorch folds, as functions of users do."""
     kept = _kernels.get(block)
     if kept is not None and kept.alone == changes[0] and still_hold(kept.facts):
         return kept, []
@@ -241,7 +241,7 @@ def _kernel_of(block: Block) -> tuple[BlockKernel | None, list[State]]:
 
 
 def _take_brought(recipe: Recipe) -> bool:
-    """Put amaxes of checkpoints and copies where calls record, by this recipe where none was before; True if any."""
+    """Put amaxes of checkpoints and copies where calls record; True if there were any."""
     if not some_wait[0] or is_looking():
         return False
     some_wait[0], some = False, False
@@ -269,7 +269,7 @@ def _at_entry(region: Region) -> None:
 
 
 def _begin(region: Region) -> None:
-    """Update at an entry. Ranks are asked where gradients are on: who evaluates alone waits for nobody."""
+    """Update at an entry. Ranks are asked where gradients are on: an evaluation waits for nobody."""
     if is_capturing():
         raise NotImplementedError(
             "a region of FP8 is entered while a CUDA graph is captured: replays would enter none; enter it around "
@@ -354,7 +354,7 @@ def numbers_now(states: Sequence[State]) -> dict[State, tuple[torch.Tensor, torc
 
 
 def _saved(state: State, saves: bool) -> dict[str, torch.Tensor]:
-    """Tensors that saves and copies have in place of a product's buffers; where there are none its amaxes go along."""
+    """Tensors that saves and copies have for a product's buffers; without any, amaxes go along."""
     if agreement_in(recorded.region) is not None and saves and recorded.is_new:
         warnings.warn(
             "ranks have not agreed yet on the amaxes of FP8 of the last step: what is saved now has those of this "

@@ -44,7 +44,7 @@ def changed(dead: object = None) -> None:
 
 
 def not_in_capture(what: str) -> None:
-    """Refuse what replays would do again, or not at all; RuntimeError while a stream is captured."""
+    """Refuse what replays would do again, or not at all, while a stream is captured."""
     if region.is_capturing():
         raise RuntimeError(
             f"{what} while a CUDA graph is captured: run the model in its region of FP8 before, as it is captured"
@@ -104,7 +104,7 @@ class Block:
         return found
 
     def made_live(self) -> torch.Tensor:
-        """`live`, from now on; refused while a stream is captured, where there is none yet."""
+        """`live`, from now on; no capture may be the first to ask."""
         if self.live is None:
             not_in_capture("scales are read by a first graph")
             self.live = torch.ones(_PRODUCTS, 2 * len(ROLES), APART, device=self.device)
@@ -120,7 +120,7 @@ class Block:
             self.show_graphs(tuple([state.row for state in states]), numbers)
 
     def show_graphs(self, rows: tuple[int, ...], numbers: torch.Tensor) -> None:
-        """Have captured graphs find these in products' rows of `live`: three scales and three reciprocals each."""
+        """Have captured graphs find three scales and three reciprocals in products' rows of `live`."""
         assert self.live is not None
         self.live[:, :, 0].index_copy_(0, self.index(rows), numbers)
 
@@ -158,12 +158,12 @@ def block_with_room(device: torch.device) -> Block:
 
 
 def apart(numbers: torch.Tensor) -> torch.Tensor:
-    """A copy of numbers, each at a multiple of 16 bytes: cuBLAS reads scales of products there alone."""
+    """A copy of numbers, each at a multiple of 16 bytes, where cuBLAS reads scales."""
     return torch.nn.functional.pad(numbers[..., None], (0, APART - 1))[..., 0]
 
 
 def show(products: Iterable[Numbers], values: Iterable[torch.Tensor]) -> None:
-    """Have calls find these among the `numbers` of products: three scales and three reciprocals of each."""
+    """Have calls find these in `numbers` of products: three scales and three reciprocals each."""
     there = iter(values)
     for numbers in products:
         numbers.update(zip(SCALED, there, strict=False))
@@ -179,7 +179,7 @@ Source = tuple[dict[str, Any], str, weakref.ref[torch.Tensor], float]
 
 @contextlib.contextmanager
 def written_by_updates() -> Iterator[None]:
-    """Context in which states' tensors are made and written, whatever modes a call runs in; one thread at a time."""
+    """Context in which one thread makes and writes states' tensors, whatever its modes."""
     with lock, torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -233,7 +233,7 @@ class State:
 
     @property
     def has_buffers(self) -> bool:
-        """True where there are any: from a call, a checkpoint, or the module that this one was copied from."""
+        """True where a call, a checkpoint, or a copy's source made any."""
         return all(t is not None for t in self.found())
 
     def is_as_put(self) -> bool:
@@ -245,7 +245,7 @@ class State:
         return not {self.prefix + SCALE, self.prefix + HISTORY}.isdisjoint(getattr(self._owner(), "__dict__", ()))
 
     def make(self, length: int | None, device: torch.device) -> None:
-        """Have tensors on a device: what buffers hold, else scales of 1 and no amaxes; None leaves the length as is."""
+        """Have tensors on a device: what buffers hold, else ones and zeros; None leaves the length."""
         is_there = self.block is not None and self.block.device == device and self.has_buffers and self.is_as_put()
         if is_there and length in (None, len(self.history)):
             return
@@ -263,7 +263,7 @@ class State:
             self.block.show([self], scale[None])
 
     def read(self, device: torch.device) -> None:
-        """Have what calls read that record nothing: what the buffers hold, or scales of 1, and none are made."""
+        """Have what calls read that record nothing: what the buffers hold, or scales of 1."""
         if self.has_buffers:
             self.make(None, device)
             return
@@ -277,7 +277,7 @@ class State:
             self._put = None, None
 
     def _numbers(self, device: torch.device) -> list[torch.Tensor]:
-        """Scales and history as updates can write them; what .half() and the like rounded, as it was before."""
+        """Scales and history that updates can write; what .half() rounded is as it was before."""
         if not self.has_buffers:
             return [torch.ones(len(ROLES), device=device), torch.zeros(1, len(ROLES), device=device)]
         found = []
@@ -306,7 +306,7 @@ class State:
             )
 
     def keeps_another(self) -> bool:
-        """True where nothing is kept, or a parameter that it was made of was replaced since, or written in place."""
+        """True where nothing is kept, or a parameter was replaced or written in place since."""
         for there, name, parameter, version in self.kept_of:
             then = parameter()
             if then is None or version_of(then) != version or there.get(name) is not then:
@@ -456,6 +456,6 @@ def newest(history: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def busy_states() -> list[State]:
-    """Products of regions that other threads or contexts are in still, or that run again: their scales stay so."""
+    """Products of regions that others are in still, or that run again: their scales stay."""
     entries = region.open_elsewhere()
     return [state for state in all_states() if state.entry in entries] if entries else []

@@ -198,7 +198,7 @@ def example_of(
 
 
 def _packed(features: int, smallest: int = 1) -> dict[str, int]:
-    """Heads whose queries, keys and values are of that size, as many of each where that can be, of about 8 features."""
+    """Heads of q, k and v of that size, as many of each where that can be, of about 8 features."""
     dims = [dim for dim in range(smallest, features // 3 + 1) if features % dim == 0]
     if not dims:
         raise ValueError(
@@ -290,7 +290,7 @@ def _heads(part: PatternPart) -> Iterator[Kinds]:
 
 
 def examples(fusion: Fusion, features: int, rng: torch.Generator) -> Iterator[Example]:
-    """Op lists that the fusion's pattern matches, and variants of them with one argument changed."""
+    """Op lists that the fusion's pattern matches, and variants with one argument changed."""
     for kinds in expand(fusion.pattern):
         label = ", ".join(kind.__name__ for kind in kinds)
         yield Example(label, tuple(_chain(kinds, features, rng, None)))

@@ -58,7 +58,7 @@ class VerifiedCall:
 
 
 class Subject:
-    """A model under verification: a copy that runs fused, and one that runs its reference in any dtype."""
+    """A model under verification: a fused copy, and one that runs its reference."""
 
     def __init__(
         self,
@@ -398,7 +398,7 @@ def gradient_names(model: Sequential, inputs: Iterable[str]) -> frozenset[str]:
 
 
 def gradients_repeat(model: Sequential, device: torch.device) -> bool:
-    """True where a second backward must give the same bits; attention's libraries on a GPU promise it when asked to."""
+    """True where a second backward gives the same bits; on a GPU attention does when asked to."""
     if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
         return True
     return not any(isinstance(op, DotProductAttention) for op in model.operations())

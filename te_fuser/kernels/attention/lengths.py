@@ -38,7 +38,7 @@ class Side:
     lengths: torch.Tensor | None = None
 
     def room(self, like: torch.Tensor) -> torch.Tensor:
-        """Count of rows of each sequence with what is behind it, [N]; `like` is any int32 [N]."""
+        """Rows of each sequence with what is behind it, [N]; `like` is any int32 [N]."""
         return torch.full_like(like, self.positions) if self.offsets is None else self.offsets.diff()
 
     def wrong(self, like: torch.Tensor, longest: int | None) -> torch.Tensor:
@@ -108,7 +108,7 @@ def blank_by_torch(x: torch.Tensor, blanks: Blanks) -> None:
 
 
 def blank_by_kernel(x: torch.Tensor, blanks: Blanks) -> None:
-    """Rows of x [S, B, F], [B, S, F] or [T, F], contiguous on a GPU, in one launch; plans compile the kernel."""
+    """Blank x [S, B, F], [B, S, F] or [T, F] on a GPU, in one launch; plans compile the kernel."""
     like, own, other = blanks.counts, blanks.own, blanks.other or Side(1)
     if like is None or not x.numel():
         return
@@ -160,7 +160,7 @@ def window_of(mask: AttentionMask) -> tuple[int, int]:
 
 
 def counts_from_the_end(p: AttentionProblem) -> str | None:
-    """Reason against a kernel that aligns the last query with the last key; None where it hides the same keys."""
+    """Reason against a kernel that aligns the last query with the last key, where it hides others."""
     mask = p.settings.mask
     if not mask.is_banded or mask.corner == "bottom_right" or not isinstance(p.settings.heads, ApartHeads):
         return None
@@ -201,7 +201,7 @@ class Sides:
         return queries, queries if self.keys is None else _clamped(self.keys)
 
     def blank(self, by_input: Mapping[str, torch.Tensor], blank: Blank | None) -> None:
-        """Make rows that no kernel writes, or has wrong, zero and NaN, in tensors by input; None: nobody reads them."""
+        """Make rows that no kernel writes zero and NaN, in tensors by input; None: nobody reads them."""
         if blank is None:
             return
         for name, tensor in by_input.items():
@@ -240,7 +240,7 @@ class Slots:
 
     @classmethod
     def of(cls, call: HeadsCall, sides: Sides, all_rows: bool = True) -> Slots | None:
-        """Slots of a call; None where all samples are whole. `all_rows`: also of what is behind the last sequence."""
+        """Slots of a call, if samples are not whole; `all_rows`: also of what is behind the last sequence."""
         mask, (q, k, _) = call.settings.mask, call.heads
         if not mask.counts:
             return None

@@ -128,7 +128,7 @@ def switched_on(name: str) -> Condition:
 
 
 def cuda_kernel(name: str, major: int, *dtypes: torch.dtype) -> tuple[Condition, ...]:
-    """Conditions of a CUDA kernel that PyTorch has a switch for: the GPU, the switch, dtypes, `major`.0."""
+    """Conditions of a CUDA kernel of PyTorch: the GPU, the switch, dtypes, `major`.0."""
     return runs_on("cuda"), switched_on(name), takes(*dtypes), capability(major)
 
 

@@ -230,7 +230,7 @@ def _by_head(made: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 class CudaEfficient(CudaProvider):
-    """The memory-efficient attention of xFormers, as PyTorch builds it: any mask, float32 too, no grouped heads."""
+    """Memory-efficient attention of xFormers in PyTorch: any mask, float32, no grouped heads."""
 
     name = "cuda_efficient"
     schemas = (

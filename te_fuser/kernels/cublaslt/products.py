@@ -53,12 +53,12 @@ def obstacle() -> str | None:
 def refusal(
     kind: str, dtype: torch.dtype, m: int, n: int, k: int, device: torch.device, out_dtype: torch.dtype | None = None
 ) -> str | None:
-    """Reason against the product of that kind in these sizes on this device, or None; KeyError for no such kind."""
+    """Reason against the product of that kind in these sizes on this device."""
     return refusal_of(form_of(kind, dtype, out_dtype or dtype), (m, n, k), device)
 
 
 def refusal_of(form: ProductForm, sizes: tuple[int, int, int], device: torch.device) -> str | None:
-    """Reason for which cuBLASLt cannot run a product of sizes (m, n, k) on a device; None if it can."""
+    """Reason why cuBLASLt cannot run a product of sizes (m, n, k) on a device."""
     why = obstacle()
     if why is not None:
         return why
@@ -94,7 +94,7 @@ KINDS: dict[str, Options] = {
 
 
 def product_sizes(kind: str, rows: int, n_in: int, n_out: int) -> tuple[int, int, int]:
-    """(m, n, k) of a kind of product, out[m, n] = a[m, k] b[k, n], for a weight [n_out, n_in] and so many rows."""
+    """(m, n, k) of out[m, n] = a[m, k] b[k, n] for a weight [n_out, n_in] and so many rows."""
     options = KINDS[kind]
     if options.get("transpose_a"):
         return n_out, n_in, rows
@@ -103,7 +103,7 @@ def product_sizes(kind: str, rows: int, n_in: int, n_out: int) -> tuple[int, int
 
 @functools.cache
 def configured(kind: str, dtype: torch.dtype, out_dtype: torch.dtype) -> _native.CudaMatmul:
-    """The native product of that kind; one for the process, which knows every problem that it met."""
+    """The process's native product of that kind, which knows every problem that it met."""
     form = form_of(kind, dtype, out_dtype)
     for given in (dtype, out_dtype):
         if given not in DTYPES:
@@ -112,7 +112,7 @@ def configured(kind: str, dtype: torch.dtype, out_dtype: torch.dtype) -> _native
 
 
 def form_of(kind: str, dtype: torch.dtype, out_dtype: torch.dtype) -> ProductForm:
-    """Configuration of the product of that kind; KeyError when there is no such kind."""
+    """Configuration of the product of that kind."""
     return ProductForm(kind, dtype, dtype, out_dtype, **KINDS[kind])  # type: ignore[arg-type]
 
 
@@ -121,7 +121,7 @@ in_use: dict[ProductForm, _native.CudaMatmul] = {}  # what this process has conf
 
 @functools.cache
 def product_of(form: ProductForm) -> _native.CudaMatmul:
-    """The native product of a form, one for the process: it runs by what was measured, and `tune` finds it."""
+    """The process's native product of a form: it runs by what was measured, and `tune` finds it."""
     in_use[form] = _native.CudaMatmul(
         f"matmul_{form.kind}",
         text_of(form.dtype),
@@ -141,7 +141,7 @@ def product_of(form: ProductForm) -> _native.CudaMatmul:
 
 
 def algorithms_of(form: ProductForm, sizes: tuple[int, int, int]) -> str:
-    """Algorithms of a product in the sizes (m, n, k), as far as such a problem is known; planned ones are."""
+    """Algorithms of a product in the sizes (m, n, k), where such a problem is known or planned."""
     known = in_use[form].problems() if form in in_use else ()
     met = [ProductProblem(*p) for p in known if p[1:4] == sizes]
     found = {str(f) for p in met if (f := found_for(form, p)) is not None}
@@ -149,7 +149,7 @@ def algorithms_of(form: ProductForm, sizes: tuple[int, int, int]) -> str:
 
 
 def _write_empty(form: ProductForm, a: torch.Tensor, b: torch.Tensor, *others: torch.Tensor) -> None:
-    """Write the result of a product over nothing: the addend and the bias alone, sums of zeros."""
+    """Write a product's result over nothing: the addend and the bias, sums of zeros."""
     out, *given = others[2:] if form.in_8_bits else others  # behind both scales
     if form.add == "none":
         out.zero_()
@@ -169,12 +169,12 @@ def _write_empty(form: ProductForm, a: torch.Tensor, b: torch.Tensor, *others: t
 
 
 def multiply(kind: str, a: torch.Tensor, *others: torch.Tensor) -> Any:
-    """The product of that kind, in the dtype of `a`, of the tensors that it reads: one tensor, or a tuple of them."""
+    """The product of that kind, in the dtype of `a`: one tensor, or a tuple of them."""
     return configured(kind, a.dtype, a.dtype).make(a, *others)
 
 
 def put_weight_gradient(dy: torch.Tensor, x: torch.Tensor, onto: torch.Tensor, add: bool = True) -> None:
-    """onto += dy^T x in place, or onto = dy^T x; `onto` is [O, I], in the dtype of dy or float32."""
+    """onto += dy^T x in place, or onto = dy^T x; `onto` is [O, I], as dy or float32."""
     configured("wgrad_onto" if add else "wgrad", dy.dtype, onto.dtype)((dy, x, onto))
     torch.autograd.graph.increment_version(onto)
 
@@ -212,7 +212,7 @@ def form_of_8(
 
 
 def takes_any_layout(device: torch.device, capability: tuple[int, int] | None = None) -> bool:
-    """True where a device's products of 8 bits take factors as they lie, and not along what is summed alone."""
+    """True where a device's products of 8 bits take factors as they lie, not along what is summed alone."""
     if device.type != "cuda":
         return False
     return (capability or torch.cuda.get_device_capability(device))[0] == _ANY_LAYOUT
@@ -244,7 +244,7 @@ def obstacle_on(device: torch.device, capability: tuple[int, int] | None = None,
 
 
 def check_machine(device: torch.device, scales: str = "tensor") -> None:
-    """Refuse FP8 on a GPU that would emulate it, unless `te_fuser.config.emulate_fp8` says that it may."""
+    """Refuse FP8 on a GPU that would emulate it, unless `te_fuser.config.emulate_fp8` is set."""
     if device.type != "cuda" or config.emulate_fp8:
         return
     why = obstacle_on(device, scales=scales)
@@ -256,7 +256,7 @@ def check_machine(device: torch.device, scales: str = "tensor") -> None:
 
 
 def emulated_on(device: torch.device, capability: tuple[int, int] | None, scales: str) -> str:
-    """Way in which a device runs products that it has none for, in words: "", where it has such products."""
+    """Words on how a device emulates products; "" where it has them."""
     if device.type != "cuda":
         return f", emulated on {device.type}: multiplied in float32"
     why = obstacle_on(device, capability, scales)

@@ -24,7 +24,7 @@ _ALIGNMENT = 256
 
 
 class PlacedProduct:
-    """A problem that a model has, with the algorithms that solve it, the library's first guess first."""
+    """A problem that a model has, with its algorithms, the library's first guess first."""
 
     def __init__(self, form: ProductForm, product: _native.CudaMatmul, problem: ProductProblem) -> None:
         self.form, self.product, self.problem = form, product, problem
@@ -52,7 +52,7 @@ def tune_products(
     reason_not: ReasonNot = lambda within: "",
     deciding: Deciding = Deciding(),  # noqa: B008 - frozen
 ) -> list[Trial]:
-    """Tune every product that a call runs, as `Library.tune`: what is taken runs from now on, and stays on disk."""
+    """Tune every product that a call runs, as `Library.tune`; what is taken stays on disk."""
     places = places_of(call)
     first = dict.fromkeys(places, 0)
     chosen, trials = dict(first), list[Trial]()
@@ -101,7 +101,7 @@ def _tune_place(
     margin: float,
     reason_not: ReasonNot,
 ) -> Iterator[Trial]:
-    """Try a place's candidates, numbered from 2 on, against the best choices so far, which take in what gains."""
+    """Try a place's candidates, from number 2 on, against the best choices, which take in what gains."""
     ratios: dict[int, float] = {}
     wrong: dict[int, str] = {}
     for candidate in worth_trying:
@@ -183,7 +183,7 @@ def _seconds_of(place: PlacedProduct) -> list[float]:
 def example(
     product: _native.CudaMatmul, form: ProductForm, problem: ProductProblem, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
-    """Tensors that give a product just this problem: random numbers in its sizes, strides and alignments."""
+    """Tensors that give a product just this problem, of random numbers."""
     return tuple(_tensor(role, form, problem, device) for role in product.arguments)
 
 
@@ -215,7 +215,7 @@ def _scales(lie: str, rows: int, k: int) -> int:
 def _matrix(
     rows: int, columns: int, stride: int, flipped: bool, alignment: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Random numbers whose rows (columns, if flipped) are `stride` apart, at an address that is aligned just so."""
+    """Random numbers whose rows (columns, if flipped) are `stride` apart, at such an address."""
     long, short = (columns, rows) if flipped else (rows, columns)
     spare = 2 * _ALIGNMENT // dtype.itemsize
     flat = torch.randn((long - 1) * stride + short + spare, device=device).to(dtype)

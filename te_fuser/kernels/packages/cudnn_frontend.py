@@ -36,7 +36,7 @@ G = TypeVar("G", bound="CudnnGraph")
 
 
 def unusable(cudnn_version: int) -> str | None:
-    """Reason for which the front end cannot use PyTorch's loaded cuDNN, of that version; None when it can."""
+    """Reason why the front end cannot use PyTorch's loaded cuDNN, of that version."""
     found = _version_in_use()
     if isinstance(found, str):
         return found
@@ -47,7 +47,7 @@ def unusable(cudnn_version: int) -> str | None:
 
 @functools.cache
 def _version_in_use() -> int | str:
-    """The cuDNN that the front end has loaded, or why there is none; asked once, since a failed import is repeated."""
+    """The cuDNN that the front end has loaded, or why there is none; a failed import is not repeated."""
     try:
         return int(_package().backend_version())
     except Exception as error:  # whatever an import of it may raise
@@ -244,12 +244,12 @@ def _launch_by_addresses(graph: Any, uids: tuple[int, ...], handle: Any) -> Call
 
 
 def graph_for(problem: AttentionBackward) -> BackwardGraph | str:
-    """A graph for a problem, or why cuDNN does not take it. RuntimeError when the current stream is being captured."""
+    """A graph for a problem, or why cuDNN does not take it."""
     return made(problem, BackwardGraph, "backward")
 
 
 def made(problem: P, make: Callable[[P], G], direction: str) -> G | str:
-    """Make a graph of a problem, or say why cuDNN does not take it; RuntimeError while the stream is captured."""
+    """Make a graph of a problem, or say why cuDNN does not take it; no stream may be captured."""
     with torch.cuda.device(problem.device):
         refuse_capture(_UNMADE)
         give_context(problem.device)
@@ -331,7 +331,7 @@ def _described_forward(cudnn: Any, p: Banded, handle: Any) -> tuple[Any, tuple[i
 
 
 def _described_backward(cudnn: Any, p: Banded | AttentionBackward, handle: Any) -> tuple[Any, tuple[int, ...]]:
-    """The graph as the front end is told it, and the numbers of its tensors in the order in which they are given."""
+    """The graph as the front end is told it, and its tensors' numbers in the order of arguments."""
     d = _Description(cudnn, p, handle)
     read = {name: d.add(name, form) for name, form in zip(("q", "k", "v"), (p.q, p.k, p.v), strict=True)}
     read |= {name: d.add(name, p.out) for name in ("o", "dO")}

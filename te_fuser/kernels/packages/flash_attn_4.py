@@ -100,7 +100,7 @@ def replay_of(call: Callable[..., Any], given: Sequence[torch.Tensor], owners: S
 
 
 class _Allocations(TorchDispatchMode):
-    """Notes what is allocated, and what else PyTorch does; it is held meanwhile, so that addresses tell it apart."""
+    """Mode that notes and holds what is allocated, and whether PyTorch does more."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ def unusable() -> str | None:
 
 @dataclass(frozen=True)
 class Choices:
-    """Choices of kernels beside products; `window` is (left, right), counted from the last, None: no bound."""
+    """Choices beside products; `window` is (left, right), counted from the last, None: no bound."""
 
     scale: float
     causal: bool = False

@@ -54,7 +54,7 @@ class Package:
         return version_of(self.name)
 
     def missing(self) -> str | None:
-        """Reason for which there is no package to use, found without an import; None where there is one."""
+        """Reason why there is no package to use, found without an import."""
         version, install = self.version(), f'pip install "{self.name}>={self.oldest}"'
         if version is None:
             return f"{self.name} is not installed: {install}"
@@ -119,7 +119,7 @@ PACKAGES = {
 
 
 def why_changed(owner: Any, name: str, taken: Sequence[str] = ()) -> str | None:
-    """Reason for which a function, class or method ("A.f") does not take these arguments; None if it does."""
+    """Reason why a function, class or method ("A.f") does not take these arguments."""
     try:
         function = operator.attrgetter(name)(owner)
     except AttributeError:
@@ -130,7 +130,7 @@ def why_changed(owner: Any, name: str, taken: Sequence[str] = ()) -> str | None:
 
 
 def give_context(device: int) -> None:
-    """Let the CUDA runtime give this thread the device's context: threads of backward passes begin without one."""
+    """Give this thread the device's context in the CUDA runtime: backward's threads have none."""
     known = _thread.__dict__.setdefault("devices", set())
     if device not in known:
         torch.empty(1, device=torch.device("cuda", device)).zero_()
@@ -138,12 +138,12 @@ def give_context(device: int) -> None:
 
 
 def current_stream(device: int) -> int:
-    """PyTorch's current stream on a device, as the CUDA runtime knows it; without the object around it."""
+    """PyTorch's current stream on a device, as the CUDA runtime knows it."""
     return int(torch._C._cuda_getCurrentRawStream(device))
 
 
 def refuse_capture(needed: str) -> None:
-    """Refuse to make what a call needs while its stream is captured. RuntimeError when it is."""
+    """Refuse to make what a call needs while its stream is captured."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"this call needs {needed}, and its stream is being captured into a CUDA graph: run the model once with "
@@ -170,7 +170,7 @@ class FirstRuns:
         tensors: Sequence[torch.Tensor | None],
         failed: Callable[[Exception], Exception],
     ) -> Any:
-        """Call what prepare() made at the form's first run; errors are as `failed` makes them, but out of memory."""
+        """Call what prepare() made at the form's first run; `failed` words errors, but out of memory."""
         with torch.cuda.device(device):
             launch = self._launches.get(form)
             if launch is None:

@@ -297,7 +297,7 @@ class Places:
         return cls(at[None], lengths.long()[:, None], lengths.long())
 
     def end(self, padding: torch.Tensor | None) -> torch.Tensor | int:
-        """End of each sequence: its length, else behind the last position that `padding`, [B, 1, 1, S], shows; [B]."""
+        """End of each sequence [B]: its length, or behind the last position that `padding` shows."""
         if padding is None or isinstance(self.table, torch.Tensor):
             return self.table
         shown = (self.place + 1) * padding[:, 0, 0].logical_not()
@@ -374,7 +374,7 @@ class Band:
         return hidden[:, None]
 
     def with_given(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """Boolean mask of `hidden` and a given tensor, [B or 1, H or 1, S or 1, K or 1]; None where all is seen."""
+        """Boolean mask of `hidden` and a given tensor, [B or 1, H or 1, S or 1, K or 1], if any."""
         hidden = self.hidden()
         if mask is None:
             return hidden
