@@ -75,10 +75,7 @@ def from_torch(
 
 
 def lines_to_write(module: nn.Module, name: str) -> str:
-    """Hint with the lines that convert the largest parts of a module that from_torch takes; empty where it has none.
-
-    Only parts count that are called with x alone as modules and as ops: whoever calls them need not change.
-    """
+    """Hint with the lines that convert the largest parts of a module that are called with x alone, if any."""
     found = [*_parts(module, name)]
     more = f", and so {len(found) - _SHOWN} more of its parts" if len(found) > _SHOWN else ""
     lines = ", ".join(f"{part} = te_fuser.from_torch({part})" for part in found[:_SHOWN])
@@ -121,10 +118,7 @@ def why_none(module: nn.Module) -> str:
 
 
 class SelfAttention(Sequential):
-    """A torch.nn.MultiheadAttention that attends to its own input: y = mha(x, x, x)[0], with that one's parameters.
-
-    Queries, keys and values are one product, packed as [all queries | all keys | all values].
-    """
+    """A torch.nn.MultiheadAttention of its own input, y = mha(x, x, x)[0]; queries, keys and values are one product."""
 
     def __init__(self, mha: nn.MultiheadAttention, mask: str) -> None:
         features = mha.embed_dim
@@ -154,7 +148,6 @@ class _Converter:
     """One call of from_torch.
 
     Attributes:
-        mask: what attention hides.
         left: path -> class and reason, of modules that stay as they are.
         made: what came of each module, by its id; one that stands in two places stays one.
         done: modules that are in the mode, training or not, in which they are to be.

@@ -138,10 +138,7 @@ class DecoderBlock(ops.Together):
     # -------------------------------------------------------------------------------------- running
 
     def forward(self, *args: Any, **keywords: Any) -> torch.Tensor:
-        """y of x, [B, S, features], by a call as the layer's class takes it.
-
-        A call with arguments that lists know nothing of runs by the layer's class.
-        """
+        """y of x, [B, S, features], by lists, or by the layer's class where they do not know its arguments."""
         names = self.arguments
         if self.cache == "cache" and "past_key_values" in keywords:  # its name before
             keywords.setdefault("cache", keywords.pop("past_key_values"))

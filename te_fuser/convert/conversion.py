@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.plan import Plan
     from te_fuser.fuser.show.explain import Explanation
 
-# Where transformers has a family -> where this package does.
+_MODULES = {"qwen2": "qwen", "qwen3": "qwen", "gemma2": "gemma", "gemma3": "gemma"}  # of families that share one
+# Module of transformers with a family's layers -> the module of this package.
 _FAMILIES = {
-    f"transformers.models.{name}.modeling_{name}": f"te_fuser.convert.{name}"
+    f"transformers.models.{name}.modeling_{name}": f"te_fuser.convert.{_MODULES.get(name, name)}"
     for name in ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3")
 }
 _OPTIONS = ("check", "memory", "kernels", "fallback", "verify")
@@ -305,10 +306,7 @@ def _allowed(want: torch.Tensor) -> float:
 
 
 def _results(stack: Any, wanted: Collection[str] = ()) -> dict[str, torch.Tensor]:
-    """The last layer's output for random tokens, the gradient of their embeddings, and the output by caches.
-
-    By those caches that are `wanted`; by none said, the output in one call for each cache by which it comes in pieces.
-    """
+    """The last layer's output for random tokens, their embeddings' gradient, and the output by these caches."""
     from te_fuser.convert.call import decoders  # needs transformers
 
     embed = stack.get_input_embeddings()

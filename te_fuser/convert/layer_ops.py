@@ -22,10 +22,7 @@ _EPSILONS = ("eps", "variance_epsilon")
 
 
 class Theirs(nn.Module):
-    """Modules of the model as one of a list, which run by their own __call__: [m(x) for each, joined by features].
-
-    They are the model's, and so no submodules of this one.
-    """
+    """Modules of the model, and not of this one, run by their own __call__: [m(x) for each, joined by features]."""
 
     by_itself = "it is not converted: see `left` of the conversion"
 

@@ -207,10 +207,7 @@ def _sides_of_weight(m: Match) -> str:
 
 
 def _by_blocks(m: Match, method: str, kind: str) -> ByBlocks | None:
-    """Way in which a direction runs with x, or dy, as generated kernels make it by blocks; None where it cannot.
-
-    These have the scales that the recipe has by default, and products take as many rows as they come.
-    """
+    """Way in which a direction runs with x, or dy, by blocks as generated kernels make them, with default scales."""
     op, role = _op(m), 0 if method == "forward" else 2
     if _scaling(m, role) != _OF_KERNELS or not asked(_are_whole_fours, m.x.rows):
         return None

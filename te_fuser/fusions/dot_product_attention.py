@@ -289,10 +289,7 @@ def _costs(m: Match, provider: Provider) -> tuple[Cost, Cost]:
 
 
 def _seen(m: Match) -> float:
-    """Count of pairs of positions that a kernel goes over that is told the structure.
-
-    Sequences are taken for equal ones, and lengths of samples for anything from a half to all.
-    """
+    """Pairs of positions of a kernel told the structure: sequences are equal, samples from half to all there."""
     mask, inputs = _op(m).hides, m[len(m) - 1].inputs
     _, positions = _op(m).packed.lengths(m.x.shape if len(m.x.shape) == 3 else (1, *m.x.shape))
     sequences = max(inputs["offsets"].shape[0] - 1, 1) if mask.offsets else 1

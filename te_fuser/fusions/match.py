@@ -115,12 +115,8 @@ class ByBlocks:
 
     Attributes:
         name: the tensor, "input", or in backward "dy".
-        layouts: in which it is taken, each by its name with that behind: "input.blocks", as `codegen.description.Store`
-            has them.
-        dtype: the 8 bits.
+        layouts: in which it is taken, as "input.blocks", of those of `codegen.description.Store`.
         function: what runs then: of the same tensors, but for these.
-        cost: what it takes.
-        written: the kernels that it launches.
         needs: the gradients without which it is not worth it.
     """
 

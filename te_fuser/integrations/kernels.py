@@ -114,10 +114,7 @@ MAPPING = {name: {device: Here(name) for device in _DEVICES} for name in LAYERS}
 
 
 def write_package(folder: str | Path) -> Path:
-    """Write the layers as a kernel package without an architecture, for `kernels` to load from there; the folder.
-
-    The package imports te_fuser, which has to be installed. Files of an earlier one are written over.
-    """
+    """Write the layers into a folder as a package without an architecture, for `kernels`, over an earlier one."""
     files = {
         "__init__.py": 'from . import layers\n\n__all__ = ["layers"]\n',
         "layers.py": f"from {__name__} import LAYERS\n\nglobals().update(LAYERS)\n",

@@ -55,8 +55,6 @@ class PackedPass(HeadsPass):
 
     Attributes:
         parts: whether queries, keys and values come from three tensors.
-        rotary_dim, style: what turns; 0: nothing does.
-        back: whether it turns back.
         bias, sums: dtypes of the bias that is added and of the sums over rows, if any.
         stored: the dtype of 8 bits that the result is scaled to, if it is.
     """
@@ -171,10 +169,7 @@ def turn(
 
 
 class Packing:
-    """Packs the gradients of queries, keys and values, turned back by a rotation if given.
-
-    What dtypes, sizes and strides decide is worked out when they are new.
-    """
+    """Packs the gradients of queries, keys and values, turned back if at all; forms are worked out once."""
 
     def __init__(self, heads: PackedHeads, rotation: Rotation | None = None) -> None:
         self._heads, self._rotation = heads, rotation

@@ -89,10 +89,7 @@ class PackedTiles(TextKernel[_native.CudaKernel]):
         return constants_of(names, integers, flags)
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
-        """The kernel as the native runtime takes it: three parts, scale and amax; rows, turned, and sums if any.
-
-        By blocks there are no scale and no amax.
-        """
+        """The native kernel of three parts, scale and amax (not by blocks); rows, turned, and sums if any."""
         stored = name_of(self.stored)
         scaled = 0 if self.in_blocks else 2
         tensors = [(name_of(self.dtype), _ACCESS)] * 3 + [("float32", 4)] * scaled
@@ -121,10 +118,7 @@ Packed8 = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None"]
 
 
 class TilePacking:
-    """Packs the gradients of queries, keys and values in 8 bits, in both layouts.
-
-    What dtypes, sizes and strides decide is worked out when they are new.
-    """
+    """Packs the gradients of queries, keys and values in 8 bits, in both layouts; forms are worked out once."""
 
     def __init__(self, heads: PackedHeads) -> None:
         self._heads = heads

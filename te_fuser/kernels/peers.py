@@ -44,10 +44,7 @@ Memory = tuple[torch.Tensor, Sequence[int]]  # this rank's bytes, and where thos
 
 
 def obstacle(group: Group, device: torch.device) -> str | None:
-    """Reason for which a group's ranks cannot write to one another on the device at hand; None where none is known.
-
-    It asks this process alone: what other ranks lack shows when a plan first runs.
-    """
+    """Reason, as far as this process knows, why a group's ranks cannot write to one another on the device."""
     if device.type != "cuda":
         return f"copy engines are of GPUs, the input is on {device.type}"
     why = _why_no_memory(device) or _why_multicast()

@@ -328,10 +328,8 @@ Form = tuple[_native.CudaKernel, tuple[int, ...], tuple[int, int], tuple[int, ..
 class Turned:
     """A pass as it is called. What devices, sizes and strides decide is worked out when they are new.
 
-    Args:
-        layout: "sequence_first" [S, B, features], "batch_first" [B, S, features], or "tokens" [tokens, features]; of a
-            norm alone "tokens" too, and heads are any [.., features].
-        eps: of the norm.
+    `layout` is "sequence_first" [S, B, features], "batch_first" [B, S, features], or "tokens" [tokens, features]; of a
+    norm alone "tokens" too, and heads are any [.., features].
     """
 
     def __init__(self, p: TurnedPass, layout: str, eps: float = 0.0) -> None:

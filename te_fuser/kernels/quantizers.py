@@ -314,10 +314,8 @@ class QuantizeBlocks(TextKernel[_native.CudaKernel]):
     """The kernel that quantizes by blocks.
 
     Attributes:
-        dtype, narrow: of the matrix, and the 8 bits.
         wanted: "rows", "turned" or "both".
         square: whether a block is 128 x 128, else 128 numbers of a row.
-        power_of_two, epsilon: as `QParams` has them.
     """
 
     dtype: torch.dtype

@@ -54,10 +54,7 @@ class NamedInput:
 
 @record()
 class Spec:
-    """Shape, dtype and device of a tensor, all that is known of it while planning.
-
-    Sizes that depend on a call may note what is asked of them (`ops.sizes`).
-    """
+    """Shape, dtype and device of a tensor while planning; sizes may note what is asked of them (`ops.sizes`)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -163,10 +160,7 @@ class OpCall:
 
 @record()
 class LoweredOp:
-    """An op as the planner sees it: the op, the parameters it reads, and its place in the module tree.
-
-    `aside` are bindings that a pass may give to what it puts in the place of the op.
-    """
+    """An op with its parameters and place; `aside` are bindings that a pass gives to what it puts there."""
 
     op: FusableOperation
     bindings: Mapping[str, Binding]

@@ -62,10 +62,7 @@ def fill(parameter: torch.nn.Parameter | None, number: float) -> None:
 
 
 def alike(op: Op, features: int, **changed: Any) -> Op:
-    """An op of the same kind for so many input features, made on the meta device where it takes one.
-
-    Its constructor gets the attributes that have its arguments' names.
-    """
+    """An op of the same kind and attributes for so many input features, on the meta device where it takes one."""
     given: dict[str, Any] = {}
     for name, argument in inspect.signature(type(op)).parameters.items():
         value = getattr(op, name, argument.empty)

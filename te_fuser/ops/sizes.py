@@ -173,10 +173,7 @@ def rounded_up(size: Any) -> Any:
 
 
 def asked(function: Callable[..., Answer], *arguments: Any) -> Answer:
-    """function(*arguments) with plain sizes, noted as one question where there are sizes of a call among them.
-
-    For functions that read sizes natively: the answer ties the plan to the shapes that it holds for, not to this one.
-    """
+    """Answer of a function that reads sizes natively: one question where some are of a call."""
     answer = function(*map(exact, arguments))
     size = next((a for a in arguments if isinstance(a, Size)), None)
     if size is not None:

@@ -15,10 +15,7 @@ from te_fuser.ops.operations import UnfusedOperation
 
 @dataclass(frozen=True)
 class TensorFunction:
-    """A plain function of tensors that a method of an opaque op amounts to: steps call it without an OpCall around it.
-
-    `reads` names its arguments: "input" or "dy", parameters, named inputs.
-    """
+    """A function of tensors, `reads` by name, that an opaque op's method amounts to: no OpCall is needed."""
 
     function: Callable[..., torch.Tensor]
     reads: tuple[str, ...]
@@ -68,10 +65,7 @@ def torch_function(found: TorchFunction | Callable[..., TorchFunction | None]) -
 
 
 def forward_of(function: Callable[..., torch.Tensor], *reads: str) -> Callable[..., torch.Tensor]:
-    """`op_forward` of an op whose output is a function of tensors alone; `reads` names them, "input" among them.
-
-    A subclass that defines its own op_forward replaces it.
-    """
+    """`op_forward` of an op that is a function of tensors alone, `reads` by name, unless a subclass has its own."""
 
     def op_forward(self: UnfusedOperation, call: OpCall, x: torch.Tensor) -> torch.Tensor:
         """The output for x."""

@@ -32,7 +32,6 @@ class Joined(NamedTuple):
     """Sources of a tensor that was joined, or made in another way.
 
     Attributes:
-        parts: the sources.
         facts: hold while these are the parts and lie where they lay.
         copied: whether it has memory of its own, and is no view of theirs.
         again: makes the tensor from the parts.
@@ -193,10 +192,7 @@ Places = list[tuple[int, int, int, Callable[..., torch.Tensor]]]
 
 
 def kept_in_parts(kept: Sequence[Any], joined: Sequence[int]) -> tuple[list[Any], Places]:
-    """Tensors kept for backward, where the copies among those at the places `joined` are replaced by their parts.
-
-    So a copy dies with forward, and parameters that `fully_shard` takes away in between take no memory.
-    """
+    """Tensors kept for backward, with parts in place of joined copies, which die with forward."""
     found, places = list(kept), Places()
     for place in joined:
         of = joined_of(found[place])

@@ -77,10 +77,7 @@ def put_gradient(
 
 
 def main_grad_to_write(weight: torch.Tensor, over: bool = False) -> tuple[torch.Tensor, bool]:
-    """The tensor that takes a weight's gradient now, and whether it is written over: asking counts as having written.
-
-    `over`: the op says that this backward is to write over it.
-    """
+    """Tensor for a weight's gradient now, and whether to write over it, as `over` says; asking counts as writing."""
     held = held_main_grad(weight)
     want = f"{list(weight.shape)} on {weight.device}"
     if held is None:
@@ -147,10 +144,7 @@ def is_absent(gradient: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def spared(weights: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Backwards in here leave main_grad, and the note that it was added to, as they are: for runs that only measure.
-
-    Where a weight has a main_grad, memory that nobody reads takes its place; weights of one shape share it.
-    """
+    """Backwards in here leave main_grad, and the note that it was added to, as they are."""
     unread: dict[tuple[torch.Size, torch.dtype, torch.device], torch.Tensor] = {}
     with contextlib.ExitStack() as stack:
         for weight in weights:
@@ -164,10 +158,7 @@ def spared(weights: Iterable[torch.Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def restored(weights: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Context in which backwards write to main_grad, which is put back afterwards, with the note that it was added to.
-
-    For captures, which must see the memory that replays are to write to. Memory of a copy is taken meanwhile.
-    """
+    """Context in which backwards write to main_grad itself, as captures must see, which is put back afterwards."""
     before = [(weight, held, held.clone()) for weight in weights if (held := held_main_grad(weight)) is not None]
     notes = [weight.__dict__.get(_NOTE) for weight, _, _ in before]
     try:

@@ -317,10 +317,7 @@ class Asking:
         return replace(call, padded_by="offsets and lengths"), _between_padding(sides, ends, begins, alike)
 
     def _longest(self, given: list[Any], alike: bool) -> int | None:
-        """Upper bound of all sequences' lengths, a power of two to keep variants few; None: one side has no bound.
-
-        A tensor's number is taken, too: its device is waited for.
-        """
+        """Upper bound of all sequences' lengths, a power of two to keep variants few, if both sides have one."""
         try:
             lengths = [operator.index(length) for length in given if length is not None]
         except TypeError:

@@ -59,12 +59,10 @@ class Asked(NamedTuple):
 
     Attributes:
         listed: the list that it takes: the preset itself or a variant.
-        x: the input of that.
-        call: what else its call takes: named inputs, and `outputs`.
+        call: named inputs, and `outputs`.
         held: what it runs in.
         returns: the bias that the call returns behind the output, in its dtype, or None; empty: it returns none.
         again: whether backward keeps the input alone and computes the rest again.
-        is_first_microbatch: what the call says of itself: see `recipe.region.microbatch`.
     """
 
     listed: Sequential

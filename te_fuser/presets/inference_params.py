@@ -27,9 +27,7 @@ class CacheRequest:
     Attributes:
         who: what errors call it.
         key: what they are kept by: the number of its layer, or itself.
-        writer: the attention.
         features: those of keys, and of values, in a row.
-        dtype: that of new keys and values.
         positions_first: whether they are [L + 1, B, features], else [B, L + 1, features].
     """
 

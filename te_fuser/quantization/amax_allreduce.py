@@ -67,10 +67,7 @@ def _on_host(numbers: torch.Tensor) -> Callable[[], list[int]]:
 
 @functools.lru_cache(64)
 def _counts(count: int, brings: bool, device: torch.device) -> torch.Tensor:
-    """Numbers whose largest of all ranks are the most products and, turned round, the fewest; read alone.
-
-    A new one for each step would be copied to the GPU, which waits for all that this has to do.
-    """
+    """Numbers of products, turned round, and who brings: kept, as a copy to the GPU waits for it."""
     return torch.tensor([count, -count, -int(brings)], dtype=torch.int32, device=device)
 
 
@@ -144,10 +141,7 @@ class Agreement:
         self._products += [(weight, _ref(weight)) for weight in new]
 
     def reduce(self, recipe: Recipe) -> None:
-        """Raise slots to the largest amaxes of all ranks: one all-reduce of bits, so that NaN stays.
-
-        Products that ran on other ranks alone get tensors here, too.
-        """
+        """Raise slots to all ranks' largest amaxes, of products not run here, too: one all-reduce of bits keeps NaN."""
         self._grow()
         for weight, ref in self._products:
             state = ref()
@@ -250,11 +244,7 @@ Kinds = tuple[type[FusableOperation], type[FusableOperation]]
 
 
 def quantized_first(listed: Sequence[ListedOp], around: Recipe) -> list[ListedOp]:
-    """The list with what quantizes before what gathers, forward and backward, where ranks have one scale.
-
-    Each has its own of products whose recipe, in a region of this one, or an update before says so, and of weights that
-    come with calls.
-    """
+    """The list with what quantizes before what gathers, forward and backward, where ranks have one scale."""
     agreement = agreement_in(next(filter(None, entered()), None)) if has_ranks() else None
     ranks = frozenset[int]() if agreement is None or agreement.differs else agreement.ranks
     found = list(listed)

@@ -171,10 +171,7 @@ def counts_from_the_end(p: AttentionProblem) -> str | None:
 
 @dataclass(frozen=True)
 class Sides:
-    """Sequences of queries and of keys, as a call says; `keys` is None where heads are packed.
-
-    The kernels take `clamped` numbers: none is beyond the memory of heads, whatever a call says.
-    """
+    """Sequences of queries and of keys (None: packed) as a call says; kernels take `clamped` ones, within memory."""
 
     queries: Side
     keys: Side | None

@@ -28,10 +28,7 @@ from te_fuser.ops.products import half_gains
 
 
 class CpuFlash(Provider):
-    """PyTorch's blocked attention for the CPU; grouped heads, -inf and rows that see nothing are its own business.
-
-    `logsumexp` is the op's, so that the op's own backward could take it.
-    """
+    """PyTorch's blocked attention for the CPU, with grouped heads and -inf; `logsumexp` is the op's."""
 
     name = "cpu_flash"
     schemas = (

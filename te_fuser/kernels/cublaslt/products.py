@@ -219,10 +219,7 @@ def takes_any_layout(device: torch.device, capability: tuple[int, int] | None = 
 
 
 def obstacle_on(device: torch.device, capability: tuple[int, int] | None = None, scales: str = "tensor") -> str | None:
-    """Reason for which a device has no products of 8 bits, in words; None where it has.
-
-    `capability` is that of a GPU that is not at hand; `scales` as `recipe.Recipe.scales`.
-    """
+    """Reason why a device, or a GPU of that capability, has no products of 8 bits with such `Recipe.scales`."""
     if device.type != "cuda":
         return f"cuBLASLt runs on cuda, the input is on {device.type}"
     at_hand = capability is None

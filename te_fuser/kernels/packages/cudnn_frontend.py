@@ -56,10 +56,7 @@ def _version_in_use() -> int | str:
 
 @dataclass(frozen=True)
 class AttentionBackward:
-    """Problem of a graph of backward on packed heads.
-
-    q, k and v say where these lie in the packed input and in its gradient, `out` where in the output and in dy.
-    """
+    """Problem of backward on packed heads; q, k, v and out are where these lie, and gradients in theirs."""
 
     q: HeadsForm
     k: HeadsForm
@@ -126,10 +123,7 @@ class CudnnProblem(Protocol):
 
 
 class CudnnGraph:
-    """A graph that cuDNN supports, and how it is run; its kernel is chosen and loaded at the first run.
-
-    `described` is (package, handle) -> the graph, and the numbers of its tensors in the order that they are given in.
-    """
+    """A graph that cuDNN supports, and how it is run; its kernel is chosen and loaded at the first run."""
 
     def __init__(self, problem: CudnnProblem, described: Described, what: str) -> None:
         self._device, self._words = problem.device, f"cuDNN's {what} failed for {problem}"
@@ -200,10 +194,7 @@ class BackwardGraph(CudnnGraph):
         self._offsets = [form[2] * problem.dtype.itemsize for form in (problem.q, problem.k, problem.v)]
 
     def run(self, x: torch.Tensor, y: torch.Tensor, dy: torch.Tensor, saved: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """The gradient of the packed input x, which is contiguous as y and dy are.
-
-        `saved` is of PyTorch's forward: the log of sums of exponentials, the seed, the offset.
-        """
+        """The gradient of the packed input x; `saved` are logsumexp, seed and offset of PyTorch's forward."""
         p, dx = self._problem, torch.empty_like(x)
         kept = [tensor.contiguous() for tensor in (saved if p.dropout else saved[:1])]
         self._run(lambda: [*_heads(x, p), y, dy, *kept, *_heads(dx, p)], lambda: self._addresses(x, dx, y, dy, kept), x)
@@ -223,10 +214,7 @@ def _heads(packed: torch.Tensor, p: AttentionBackward) -> list[torch.Tensor]:
 
 
 def _launch_by_addresses(graph: Any, uids: tuple[int, ...], handle: Any) -> Callable[[list[int], int], None] | None:
-    """End of the front end's `execute`: f(addresses in the order of numbers, workspace), half of its time.
-
-    None where this version of the front end has it no more, or the plan is none of cuDNN's own.
-    """
+    """The end of the front end's `execute`, f(addresses, workspace), in half its time, where it has one."""
     try:
         lowered, index = graph._lowered_graph, graph._plans[graph._plan_index].cpp_index
         run, backend, order = lowered._execute_with_raw_ptrs, handle.backend_handle, graph._variant_pack_uids()

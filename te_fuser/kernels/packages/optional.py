@@ -63,10 +63,7 @@ class Package:
         return None
 
     def unusable(self, changes: Callable[[], Iterable[str | None]]) -> str | None:
-        """Reason for which the installed package cannot be called as its oldest version was; None when it can.
-
-        `changes` imports it and gives what `why_changed` says of each function.
-        """
+        """Reason why the package cannot be called as its oldest version was; `changes` gives `why_changed` of each."""
         version = self.version()
         try:
             with Progress(f"importing {self.name} {version}"):
@@ -152,10 +149,7 @@ def refuse_capture(needed: str) -> None:
 
 
 class FirstRuns:
-    """The calls of a package that compiles its kernels when a form of a call first runs.
-
-    What launches a form is made at its first run, by one thread at a time and never while a stream is captured.
-    """
+    """Calls of a package that compiles a kernel when a form first runs: in one thread, and in no capture."""
 
     def __init__(self, package: str) -> None:
         self._package, self._unmade = package, f"kernels of {package} that are compiled at their first run"
