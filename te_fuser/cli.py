@@ -161,7 +161,7 @@ _ABSENT = ("missing", "not installed", "refused")
 
 
 def _doctor(chosen: argparse.Namespace) -> int:
-    """Exit status 1 where no generated kernel can be compiled for the device that models run on."""
+    """Exit status 1 where no kernel can be generated for the device that models run on."""
     import torch
 
     parts = _parts()
@@ -226,7 +226,7 @@ def _own_parts() -> dict[str, str]:
 
 
 def _optional_parts() -> dict[str, str]:
-    """Fit to this machine of libraries that PyTorch may bring, and of packages of the extra `hopper`."""
+    """Fit to this machine of PyTorch's libraries, and of packages of the extra `hopper`."""
     import torch
 
     from te_fuser.fusions.registry import libraries

@@ -46,7 +46,7 @@ class Look:
         return t if isinstance(t, FakeTensor) else self._mode.from_tensor(t)
 
     def made(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, needs_grad: bool) -> torch.Tensor:
-        """Stand-in for a tensor that was made, which in-place operations may store into: it is no leaf."""
+        """Stand-in for a tensor that was made, which operations may write: no leaf."""
         with self._mode, torch.set_grad_enabled(needs_grad):
             leaf = torch.empty(tuple(shape), dtype=dtype, device=device).requires_grad_(needs_grad)
             # A node of autograd asks its device for streams: PyTorch aborts where that device is named alone.
@@ -140,7 +140,7 @@ class LastCall:
         self._known: tuple[Any, Sequence[Form], Any] | None = None
 
     def note(self, module: torch.nn.Module, given: Sequence[Any], asked: Sequence[str], made: Sequence[Any]) -> None:
-        """Write a call down, with what was asked for by name; where it is like the last, that costs a comparison."""
+        """Write a call down, unless it is like the last, with what was asked for by name."""
         if not all(isinstance(t, torch.Tensor) for t in (*given, *made)):
             self._known = None
             return
@@ -149,7 +149,7 @@ class LastCall:
             self._known = like, gave, _state(module)
 
     def gave(self, module: torch.nn.Module, given: Sequence[Any], asked: Sequence[str]) -> Sequence[Form] | None:
-        """Forms of the last call's results, if that was like one with `given` now, and the module is what it was."""
+        """Forms of the last call's results, if it was like this one, of the module as it is."""
         known = self._known
         if known is None or not all(isinstance(t, torch.Tensor) for t in given):
             return None

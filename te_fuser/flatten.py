@@ -32,11 +32,11 @@ _NO_FORWARD = torch.nn.Module.forward  # that of modules which only hold others
 
 
 class ListOptions(dict[str, Any]):
-    """Options of a list by name, held by who knows the list; of a plain dict torch.export leaves copies in the list."""
+    """Options of a list by name, held for it: of a plain dict torch.export makes copies."""
 
 
 class Option:
-    """Option of how a list is planned: its own value, else that of the list around it, else `default`."""
+    """Option of a list: its own value, else that of the list around, else `default`."""
 
     def __init__(self, default: Any) -> None:
         self.default = default
@@ -95,7 +95,7 @@ class OpList(torch.nn.Sequential, TakesArguments):
         self._may_be_another(name)
 
     def _may_be_another(self, name: str) -> None:
-        """Let this list, and those around, look again where an attribute decides what flattening makes of it."""
+        """Let this list, and those around, look again where an attribute may flatten otherwise."""
         if name in _DECIDING:
             self.__dict__.update(revision=self.__dict__.get("revision", 0) + 1, _structure=None)
 
@@ -155,7 +155,7 @@ def _place(item: ListedOp) -> _Place:
 
 
 def _entering_each(root: OpList, entering: Entering) -> dict[_Place, Entering]:
-    """Facts of what ranks have before each op, those included that run by their own __call__ for a hook."""
+    """Facts of what ranks have before each op, those with hooks included."""
     flattener, known = _Flattener(through_hooks=True), dict[_Place, Entering]()
     flattener.run(root)
     for is_border, run in itertools.groupby(flattener.items(), lambda item: isinstance(item, Border)):
@@ -167,7 +167,7 @@ def _entering_each(root: OpList, entering: Entering) -> dict[_Place, Entering]:
 
 
 def qualified(parts: Iterable[Part], name: str) -> str:
-    """The qualified name of the output that callers call `name`; ValueError when there is none, or several."""
+    """The qualified name of the output that callers call `name`, of which there is one."""
     given = [n for part in parts for n in (*part.gives, *getattr(part, "outputs", ()))]
     known = [n for n in given if "//" not in n]
     close = [n for n in known if exported(n) == name] or [n for n in known if n.rsplit("/", 1)[-1] == name]
@@ -318,7 +318,7 @@ class _Flattener:
 
 
 def runs_itself(m: torch.nn.Module, hooked: bool = True) -> str:
-    """The reason for which a module goes through its own __call__, for hooks or not; empty: it need not."""
+    """Reason why a module goes through its own __call__, for hooks or not; empty: it need not."""
     if hooked and any(GLOBAL_HOOKS):
         return "hooks of all modules"
     if hooked and any(hooks_of(m)):

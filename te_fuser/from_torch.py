@@ -75,7 +75,7 @@ def from_torch(
 
 
 def lines_to_write(module: nn.Module, name: str) -> str:
-    """Hint with the lines that convert the largest parts of a module that are called with x alone, if any."""
+    """Hint with lines that convert the largest parts of a module called with x alone."""
     found = [*_parts(module, name)]
     more = f", and so {len(found) - _SHOWN} more of its parts" if len(found) > _SHOWN else ""
     lines = ", ".join(f"{part} = te_fuser.from_torch({part})" for part in found[:_SHOWN])
@@ -118,7 +118,7 @@ def why_none(module: nn.Module) -> str:
 
 
 class SelfAttention(Sequential):
-    """A torch.nn.MultiheadAttention of its own input, y = mha(x, x, x)[0]; queries, keys and values are one product."""
+    """torch.nn.MultiheadAttention of one input, y = mha(x, x, x)[0]; q, k and v are one product."""
 
     def __init__(self, mha: nn.MultiheadAttention, mask: str) -> None:
         features = mha.embed_dim
@@ -442,7 +442,7 @@ def _normal(*shape: int, seed: int) -> torch.Tensor:
 
 
 def _random_inputs(module: nn.Module) -> list[torch.Tensor]:
-    """[4, 4, features] as the first module wants that says so, and [4, features] without attention."""
+    """[4, 4, features] as the first module says, and [4, features] without attention."""
     like = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
     for m in module.modules():
         if isinstance(m, nn.Embedding):

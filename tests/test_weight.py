@@ -5,13 +5,13 @@ from __future__ import annotations
 from tests.weight import figures
 
 CEILINGS = {
-    "lines of te_fuser and csrc": 66_981,
+    "lines of te_fuser and csrc": 66_984,
     "files in te_fuser": 265,
     "files flat in te_fuser/ops": 31,
     "lines of tests": 70_310,
     "lines of docs/design.md": 449,
-    "mean length of a line of code": 54.1,
-    "helpers of at most 8 lines that are used once": 69,
+    "mean length of a line of code": 54.0,
+    "helpers of at most 8 lines that are used once": 68,
     "class names defined in several files": 5,
     "dataclasses of more than 14 fields": 0,
     "docstrings that begin with a pronoun": 0,

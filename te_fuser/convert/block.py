@@ -138,7 +138,7 @@ class DecoderBlock(ops.Together):
     # -------------------------------------------------------------------------------------- running
 
     def forward(self, *args: Any, **keywords: Any) -> torch.Tensor:
-        """y of x, [B, S, features], by lists, or by the layer's class where they do not know its arguments."""
+        """y of x, [B, S, features], by lists, or by the layer's class."""
         names = self.arguments
         if self.cache == "cache" and "past_key_values" in keywords:  # its name before
             keywords.setdefault("cache", keywords.pop("past_key_values"))
@@ -361,7 +361,7 @@ def _sees_itself(x: torch.Tensor, call: LayerCall, now: _Now) -> bool:
 
 
 def _hides(x: torch.Tensor, call: LayerCall, now: _Now) -> str:
-    """Kind of mask to the layer's own positions; the model's function where the op has none such."""
+    """Kind of mask to the layer's own positions, or the model's function."""
     mask = call.mask
     if mask is None:
         asked = call.arguments.get("is_causal")

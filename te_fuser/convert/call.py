@@ -42,7 +42,7 @@ class LayerCall:
 
     @property
     def mask(self) -> Any:
-        """The attention mask of transformers: None, [B, 1, S, T] booleans, True = seen, or what is added."""
+        """transformers' mask: None, [B, 1, S, T] booleans, True = seen, or what is added."""
         return self.arguments.get("attention_mask")
 
     @property
@@ -87,7 +87,7 @@ def cache_name(forward: Any) -> str:
 
 
 def decoders(stack: Any, x: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
-    """Functions, by kind of cache, of the last layer's output for a prompt and positions behind it."""
+    """Functions, by kind of cache, of the last layer's output for pieces of a prompt."""
 
     @torch.no_grad()
     def decode(make: Callable[..., Cache]) -> torch.Tensor:

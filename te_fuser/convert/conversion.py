@@ -121,7 +121,7 @@ class Conversion:
 
 
 class _CopiedTensors(TorchFunctionMode):
-    """Mode in which copy.deepcopy takes tensors that autograd made, as of a cache filled in training."""
+    """Mode in which copy.deepcopy takes tensors that autograd made, as a cache has."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
@@ -131,7 +131,7 @@ class _CopiedTensors(TorchFunctionMode):
 
 @contextmanager
 def _lists_noted(model: nn.Module, paths: Collection[str], ran: list[Any]) -> Iterator[None]:
-    """Context that notes (path, list, x, named tensors) of calls of lists in the layers at these paths."""
+    """Context that notes (path, list, x, named tensors) of calls in layers at these paths."""
     blocks = {path: block for path, block in model.named_modules() if path in paths and hasattr(block, "_list")}
 
     def noting(path: str, block: Any) -> Any:
@@ -306,7 +306,7 @@ def _allowed(want: torch.Tensor) -> float:
 
 
 def _results(stack: Any, wanted: Collection[str] = ()) -> dict[str, torch.Tensor]:
-    """The last layer's output for random tokens, their embeddings' gradient, and the output by these caches."""
+    """The last layer's output for random tokens, the embeddings' gradient, outputs by caches."""
     from te_fuser.convert.call import decoders  # needs transformers
 
     embed = stack.get_input_embeddings()
@@ -331,7 +331,7 @@ def _results(stack: Any, wanted: Collection[str] = ()) -> dict[str, torch.Tensor
 
 @contextmanager
 def _parts_copied(stack: nn.Module) -> Iterator[None]:
-    """Context in which parts without parameters are copies: rotary embeddings may change with positions."""
+    """Context in which parts without parameters, as rotary embeddings, are copies."""
     before = dict(stack._modules)
     for name, part in before.items():
         if part is not None and next(part.parameters(), None) is None:

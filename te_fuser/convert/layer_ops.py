@@ -22,7 +22,7 @@ _EPSILONS = ("eps", "variance_epsilon")
 
 
 class Theirs(nn.Module):
-    """Modules of the model, and not of this one, run by their own __call__: [m(x) for each, joined by features]."""
+    """Modules of the model run by their own __call__: [m(x) for each, joined by features]."""
 
     by_itself = "it is not converted: see `left` of the conversion"
 
@@ -64,7 +64,7 @@ class LayerParts:
         return why is not None
 
     def linear(self, *paths: str) -> list[nn.Module]:
-        """The torch.nn.Linears there, of one input, as one product: their outputs one behind the other."""
+        """The torch.nn.Linears there, of one input, as one product."""
         modules: list[Any] = [self.module(path) for path in paths]
         self.linears += [m._parameters for m in modules]
         left = [self.is_left(path, nn.Linear) for path in paths]
@@ -132,7 +132,7 @@ def why_left(module: nn.Module, kind: type[nn.Module]) -> str | None:
 
 
 def why_shared(attention: nn.Module) -> str | None:
-    """Reason why attention runs by itself where ranks share its heads, as by transformers' `tp_plan`."""
+    """Reason why attention runs by itself where ranks share heads, by `tp_plan` say."""
     for name, module in attention.named_children():
         if has_own_forward(module) and any(is_dtensor(p) for p in module._parameters.values()):
             return f"its {name} is cut for the ranks of a mesh (tp_plan), each of which has some of its heads"

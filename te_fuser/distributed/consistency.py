@@ -155,7 +155,7 @@ def _all_gather(group: Group, said: Any, doing: str) -> list[Any]:
 
 
 def _post(group: Group, said: dict[str, Any], number: int = 0) -> int:
-    """Leave in the store this rank's part of a comparison, by default the next; gives its number."""
+    """Leave in the store this rank's part of a comparison; gives its number."""
     ranks = group.process_group()
     store, number = ranks.get_group_store(), number or next(_counts.setdefault(ranks, itertools.count(1)))
     store.set(_key(number, group.rank), json.dumps(said))

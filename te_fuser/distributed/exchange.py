@@ -28,7 +28,7 @@ class UnderWay(NamedTuple):
 
 
 class Transport(Protocol):
-    """A way to move tensors between ranks, in blocks one behind the other; a method begins to fill `made`."""
+    """A way to move tensors between ranks, in blocks; a method begins to fill `made`."""
 
     def gather(self, sent: torch.Tensor, made: torch.Tensor) -> Work:
         """Gather every rank's tensor."""
@@ -100,7 +100,7 @@ class Exchange:
         return Exchange(self.join, self.cut, self.parts, self.balanced)
 
     def shape(self, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-        """Shape of what a rank has in the end; ValueError when its own cannot be cut or joined so."""
+        """Shape of what a rank has in the end; ValueError when it cannot be cut or joined so."""
         sizes = list(shape)
         for dim, what in ((self.cut, "to cut"), (self.join, "to join along")):
             if dim is not None and not -len(sizes) <= dim < len(sizes):
@@ -157,7 +157,7 @@ class Exchange:
         return y if dtype is None else y.view(dtype)
 
     def _cut(self, x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
-        """[.., n s, ..] -> [n .., s, ..]: n blocks along a dimension, behind each other along the first."""
+        """[.., n s, ..] -> [n .., s, ..]: n blocks along a dimension, along the first one."""
         if dim == -1 and len(self.parts) > 1:
             *rows, features = x.shape
             made = x.new_empty(n, *rows, features // n)

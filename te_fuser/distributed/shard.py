@@ -40,7 +40,7 @@ class Share:
 
     @property
     def ranks(self) -> tuple[int, int]:
-        """Place of this process among the ranks that share rows, and among those that share columns."""
+        """Place among the ranks that share rows, and among those that share columns."""
         return _rank(self.rows), _rank(self.columns)
 
     @property
@@ -74,7 +74,7 @@ def stream_of(
 
 @contextlib.contextmanager
 def own_state(stream: Callable[[], RandomStream], device: torch.device) -> Iterator[None]:
-    """Context in which a device's generator draws by a rank's place and a stream, and is put back."""
+    """Context in which a device's generator draws by a rank's place and a stream."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a library draws for what ranks share, and its stream is being captured into a CUDA graph: replays would "

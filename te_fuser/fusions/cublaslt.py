@@ -91,7 +91,7 @@ def why_no_dropout(m: Match, at: int) -> str | None:
 
 
 def why_no_addend(m: Match, at: int, dtype: torch.dtype | None = None) -> str | None:
-    """Reason against the addend of op `at` for a product in `dtype`, by default that of its input."""
+    """Reason against the addend of op `at` for a product in `dtype`, or its input's."""
     added, product = m[at].dtype_of("other"), dtype or m.dtype
     return None if added == product else f"what is added is in {added}, the product in {product}"
 
@@ -207,7 +207,7 @@ class ProductRow:
         return max(k for k, kind in enumerate(self.pattern) if kind is MatMul)
 
     def reasons(self, m: Match) -> Iterator[str | None]:
-        """Reasons why products cannot compute a match, by ops and by products; None for each that can."""
+        """Reasons why products cannot compute a match; None for each that can."""
         for kind, why_not in _EPILOGUES.items():
             if kind in self.pattern:
                 yield why_not(m, self.pattern.index(kind))

@@ -280,7 +280,7 @@ def declare(
 
 
 def _declare_backward(by_rows: bool, main_grad: bool) -> Fusion:
-    """dx and dW of factors by rows or along what is summed; dW onto main_grad, or as a gradient."""
+    """dx and dW of factors by rows or along what is summed; dW may go onto main_grad."""
     name = f"float8_matmul_{'rows_' if by_rows else ''}{'main_grad' if main_grad else 'backward'}"
     lying = "lie by rows" if by_rows else "lie along what is summed"
     onto = ", dW onto main_grad" if main_grad else ""

@@ -258,7 +258,7 @@ def _compiles(provider: Provider, m: Match, direction: str, needed: frozenset[st
 
 
 def _costs(m: Match, provider: Provider) -> tuple[Cost, Cost]:
-    """Costs forward and backward, of five products to two, as it makes the scores again; and packing."""
+    """Costs forward and backward, two products and five, and of packing."""
     op = _op(m)
     x, y = m.x.nbytes, m.y.nbytes
     flops, settings = max(op.flops(m.x, {}), 1.0), op.settings()
@@ -289,7 +289,10 @@ def _costs(m: Match, provider: Provider) -> tuple[Cost, Cost]:
 
 
 def _seen(m: Match) -> float:
-    """Pairs of positions of a kernel told the structure: sequences are equal, samples from half to all there."""
+    """Pairs of positions that a kernel goes over which is told the structure.
+
+    Sequences are taken for equal ones, and lengths of samples for anything from a half to all.
+    """
     mask, inputs = _op(m).hides, m[len(m) - 1].inputs
     _, positions = _op(m).packed.lengths(m.x.shape if len(m.x.shape) == 3 else (1, *m.x.shape))
     sequences = max(inputs["offsets"].shape[0] - 1, 1) if mask.offsets else 1

@@ -198,7 +198,7 @@ class MatchedOp:
         return self._op.kind
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Dtype in which a parameter or named input is read: under autocast a weight is cast first."""
+        """Dtype in which a parameter or named input is read, maybe cast by autocast."""
         return self._dtypes[name]
 
     def own_dtype_of(self, name: str) -> torch.dtype:
@@ -206,7 +206,7 @@ class MatchedOp:
         return self._own[name]
 
     def reads(self, name: str) -> bool:
-        """True where the op is bound to a parameter of that name, or is given such a named input."""
+        """True where the op has such a parameter or named input."""
         return name in self._dtypes
 
     def __getattr__(self, name: str) -> Any:
@@ -276,7 +276,7 @@ class Match:
 
 
 class CalledOp:
-    """One matched op while running: parameters and named inputs are tensors, the rest as the op's."""
+    """A matched op while running: parameters and named inputs are tensors."""
 
     __slots__ = ("_index", "_tensors", "op")
 

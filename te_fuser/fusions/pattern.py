@@ -167,7 +167,7 @@ def matches(
     start: int,
     places: Sequence[tuple[Place, ...]] = (),
 ) -> Iterator[int]:
-    """Every stop such that ops[start:stop], at places in fused operations, fits; each once, longest first."""
+    """Every stop such that ops[start:stop] fits, each once, longest first."""
     first = heads(pattern) if start < len(ops) else None
     if first is None or among(first, (ops[start].kind,)):
         yield from sorted(set(_stops(tuple(pattern), _List(ops, places), start)), reverse=True)

@@ -75,7 +75,7 @@ def _why_no_quack(m: Match, product: int, gelu: int, bias: int) -> str | None:
 
 
 def _why_no_product(m: Match, product: int, bfloat16_alone: str) -> str | None:
-    """Reason against op `product`, whatever its epilogue, which takes bfloat16 alone for that reason."""
+    """Reason against op `product`, whatever its epilogue, for bfloat16 alone."""
     if m.device.type != "cuda":
         return f"quack's kernels run on cuda, the input is on {m.device.type}"
     if m.target == "torch":

@@ -27,7 +27,7 @@ _DEVICES = ("cpu", "cuda")
 
 
 def _layer(members: Members, argument: str = "input") -> type[nn.Module]:
-    """A class with a `forward` alone, as `kernels` asks: that becomes a method of another module."""
+    """A class with a `forward` alone, which becomes another module's method."""
     forwards: dict[str, Callable[..., torch.Tensor]] = {
         "x": lambda self, x: run_list(self, members, x),
         "input": lambda self, input: run_list(self, members, input),
@@ -114,7 +114,7 @@ MAPPING = {name: {device: Here(name) for device in _DEVICES} for name in LAYERS}
 
 
 def write_package(folder: str | Path) -> Path:
-    """Write the layers into a folder as a package without an architecture, for `kernels`, over an earlier one."""
+    """Write the layers into a folder as a package for `kernels`, without an architecture."""
     files = {
         "__init__.py": 'from . import layers\n\n__all__ = ["layers"]\n',
         "layers.py": f"from {__name__} import LAYERS\n\nglobals().update(LAYERS)\n",

@@ -54,7 +54,7 @@ class NamedInput:
 
 @record()
 class Spec:
-    """Shape, dtype and device of a tensor while planning; sizes may note what is asked of them (`ops.sizes`)."""
+    """Shape, dtype and device of a tensor while planning; sizes may note questions."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -160,7 +160,7 @@ class OpCall:
 
 @record()
 class LoweredOp:
-    """An op with its parameters and place; `aside` are bindings that a pass gives to what it puts there."""
+    """An op with parameters and place; `aside` are bindings that a pass gives to what it puts there."""
 
     op: FusableOperation
     bindings: Mapping[str, Binding]

@@ -39,7 +39,7 @@ def quantized(t: torch.Tensor, dtype: torch.dtype, scaling: OwnScales) -> tuple[
 
 
 def dequantized(t: torch.Tensor, dtype: torch.dtype, scaling: OwnScales) -> torch.Tensor:
-    """Quantize a matrix to 8 bits by its own scales and back, in float32; in float64 where it is so."""
+    """Quantize a matrix to 8 bits by its own scales and back, in float32 or float64."""
     data, inverse = quantized(t, dtype, scaling)
     return data.to(inverse.dtype) * spread(inverse, t.shape, scaling.block)
 

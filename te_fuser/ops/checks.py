@@ -176,7 +176,7 @@ def feature_size(features: int | Sequence[int], name: str = "features") -> int:
 
 
 def may_look(device: torch.device) -> bool:
-    """True where an op may look at values to refuse them: on a CPU, where no compiler or exporter traces it."""
+    """True where an op may look at values: on a CPU, where nothing traces it."""
     return device.type == "cpu" and not torch.compiler.is_compiling()
 
 

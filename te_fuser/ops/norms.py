@@ -100,7 +100,7 @@ class Norm(Cut, RowOp):
 
 
 def as_row(norm: str, sizes: tuple[int, ...]) -> Flatten:
-    """Make one dimension of the last ones, which are to have these sizes, for a norm of that name."""
+    """Make one dimension of the last ones, which have these sizes, for that norm."""
     return _AsRow(norm, sizes)
 
 

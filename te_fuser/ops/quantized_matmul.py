@@ -130,7 +130,7 @@ def product(
     out_dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(a scale_a) (b scale_b)^T + bias of 8 bits by PyTorch: in float32, or float64 as a scale, rounded once."""
+    """(a scale_a) (b scale_b)^T + bias of 8 bits, in float32, or float64 as a scale; rounded once."""
     wide = torch.promote_types(scale_a.dtype, torch.float32)
     y = (a.to(wide) * scale_a) @ (b.to(wide) * scale_b.to(wide)).mT
     return (y if bias is None else y + bias.to(wide)).to(out_dtype)

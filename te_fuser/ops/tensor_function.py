@@ -15,7 +15,7 @@ from te_fuser.ops.operations import UnfusedOperation
 
 @dataclass(frozen=True)
 class TensorFunction:
-    """A function of tensors, `reads` by name, that an opaque op's method amounts to: no OpCall is needed."""
+    """A function of tensors, `reads` by name, that an opaque op's method amounts to."""
 
     function: Callable[..., torch.Tensor]
     reads: tuple[str, ...]
@@ -65,7 +65,7 @@ def torch_function(found: TorchFunction | Callable[..., TorchFunction | None]) -
 
 
 def forward_of(function: Callable[..., torch.Tensor], *reads: str) -> Callable[..., torch.Tensor]:
-    """`op_forward` of an op that is a function of tensors alone, `reads` by name, unless a subclass has its own."""
+    """`op_forward` of an op that is a function of tensors alone, `reads` by name."""
 
     def op_forward(self: UnfusedOperation, call: OpCall, x: torch.Tensor) -> torch.Tensor:
         """The output for x."""

@@ -77,7 +77,7 @@ def put_gradient(
 
 
 def main_grad_to_write(weight: torch.Tensor, over: bool = False) -> tuple[torch.Tensor, bool]:
-    """Tensor for a weight's gradient now, and whether to write over it, as `over` says; asking counts as writing."""
+    """Tensor for a weight's gradient now, and whether to write over it; asking counts as writing."""
     held = held_main_grad(weight)
     want = f"{list(weight.shape)} on {weight.device}"
     if held is None:
@@ -158,7 +158,7 @@ def spared(weights: Iterable[torch.Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def restored(weights: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Context in which backwards write to main_grad itself, as captures must see, which is put back afterwards."""
+    """Context in which backwards write to main_grad itself, which is put back afterwards."""
     before = [(weight, held, held.clone()) for weight in weights if (held := held_main_grad(weight)) is not None]
     notes = [weight.__dict__.get(_NOTE) for weight, _, _ in before]
     try:

@@ -141,7 +141,7 @@ class Agreement:
         self._products += [(weight, _ref(weight)) for weight in new]
 
     def reduce(self, recipe: Recipe) -> None:
-        """Raise slots to all ranks' largest amaxes, of products not run here, too: one all-reduce of bits keeps NaN."""
+        """Raise slots to all ranks' largest amaxes: one all-reduce of bits keeps NaN."""
         self._grow()
         for weight, ref in self._products:
             state = ref()

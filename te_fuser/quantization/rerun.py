@@ -173,7 +173,7 @@ def keep_scales() -> None:
 
 
 def refuse_another(state: State, recipe: Recipe) -> None:
-    """Refuse a forward that runs again in another region: a new one where scales are kept, else of another recipe."""
+    """Refuse a forward that runs again in another region: a new one, or by another recipe."""
     is_same = state.ran_by == recipe and (recipe.own_scales is not None or state.ran_in == region.entries())
     if not is_same and region.runs_again():
         raise RuntimeError(_LOST.format("in another region than it ran in before"))
@@ -271,7 +271,7 @@ class GraphedRegion:
                 amaxes.copy_(then)
 
     def _check(self) -> None:
-        """Refuse another region than that of the capture, where products ran in it, or may have without states."""
+        """Refuse another region than the capture's, where products ran in it, or may have."""
         then, now = self._key, region.current_key()
         has_no_states = then is None or then.recipe.own_scales is not None
         if now == then or not (self._products or (self._has_products and has_no_states)):

@@ -183,7 +183,7 @@ def example(**attributes: Any) -> Callable[[Kind], Kind]:
 def example_of(
     kind: type[FusableOperation], features: int, rng: torch.Generator, name: str = "value", /, **changed: Any
 ) -> FusableOperation:
-    """An op of a class for so many input features; `changed` has arguments of its own, and `name` is a free one."""
+    """An op of a class for so many input features; `changed` has arguments of its own."""
     row = EXAMPLES.of(kind)
     known: dict[str, Any] = dict.fromkeys(("features", "in_features", "out_features"), features)
     known |= {"name": name, "device": "meta", **({"rng": rng} if row.make else {})}

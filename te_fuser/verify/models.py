@@ -39,7 +39,7 @@ _INPUT, _PARAMETER, _BUFFER, _GRADIENT = "input", "parameter ", "buffer ", "grad
 
 @dataclass
 class VerifiedCall:
-    """Arguments of a model's call; `differentiable` are the names of those whose gradient is compared."""
+    """Arguments of a model's call; gradients of `differentiable` ones are compared."""
 
     x: torch.Tensor
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)

@@ -128,7 +128,7 @@ _NO_DROPOUT_APART = needs(
 
 
 class CudaCudnnFrontend(CudnnProvider):
-    """cuDNN's attention with gradients of queries, keys and values stored where they lie packed."""
+    """cuDNN's attention, with gradients of heads stored where they lie packed."""
 
     name = "cuda_cudnn_frontend"
     packs = True
@@ -153,7 +153,7 @@ class CudaCudnnFrontend(CudnnProvider):
     )
 
     def reason_not(self, problem: AttentionProblem) -> str | None:
-        """Reason against the problem; cuDNN is asked of a GPU at hand that is to run the backward."""
+        """Reason against the problem; of a backward cuDNN is asked on a GPU at hand."""
         reason, p = super().reason_not(problem), problem
         device = p.at_hand if p.settings.beyond else p.backward_on
         if reason is not None or device is None or not p.samples * p.positions * p.key_positions:

@@ -160,7 +160,7 @@ def window_of(mask: AttentionMask) -> tuple[int, int]:
 
 
 def counts_from_the_end(p: AttentionProblem) -> str | None:
-    """Reason against a kernel that aligns the last query with the last key, where it hides others."""
+    """Reason against a kernel that aligns the last query and key, where it hides others."""
     mask = p.settings.mask
     if not mask.is_banded or mask.corner == "bottom_right" or not isinstance(p.settings.heads, ApartHeads):
         return None
@@ -171,7 +171,7 @@ def counts_from_the_end(p: AttentionProblem) -> str | None:
 
 @dataclass(frozen=True)
 class Sides:
-    """Sequences of queries and of keys (None: packed) as a call says; kernels take `clamped` ones, within memory."""
+    """Sequences of queries and of keys (None: packed); kernels take `clamped` ones."""
 
     queries: Side
     keys: Side | None
@@ -198,7 +198,7 @@ class Sides:
         return queries, queries if self.keys is None else _clamped(self.keys)
 
     def blank(self, by_input: Mapping[str, torch.Tensor], blank: Blank | None) -> None:
-        """Make rows that no kernel writes zero and NaN, in tensors by input; None: nobody reads them."""
+        """Make rows that no kernel writes zero and NaN, in tensors by input, for who reads them."""
         if blank is None:
             return
         for name, tensor in by_input.items():
@@ -237,7 +237,7 @@ class Slots:
 
     @classmethod
     def of(cls, call: HeadsCall, sides: Sides, all_rows: bool = True) -> Slots | None:
-        """Slots of a call, if samples are not whole; `all_rows`: also of what is behind the last sequence."""
+        """Slots of a call, if samples are not whole; of `all_rows`: behind the last sequence, too."""
         mask, (q, k, _) = call.settings.mask, call.heads
         if not mask.counts:
             return None

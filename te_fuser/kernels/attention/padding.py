@@ -51,7 +51,7 @@ class CompactByTorch:
 
     @staticmethod
     def find(hidden: torch.Tensor | None, key_hidden: torch.Tensor | None, positions: int, keys: int | None) -> Found:
-        """Tokens of queries and of keys, by masks [B, 1, 1, S] and [B, 1, 1, K]; packed `keys` are None."""
+        """Tokens of queries and keys, by masks [B, 1, 1, S] and [B, 1, 1, K]."""
         sides = [(hidden, positions)] + ([] if keys is None else [(key_hidden, keys)])
         some = hidden if hidden is not None else key_hidden
         assert some is not None
@@ -75,7 +75,7 @@ class CompactByTorch:
 
     @staticmethod
     def back(rows: torch.Tensor, tokens: Tokens, x: torch.Tensor) -> None:
-        """Rows [T, G * P] of such tokens to their places in x [B, S, G, P], whose pieces P may lie apart."""
+        """Rows [T, G * P] of such tokens to their places in x [B, S, G, P]."""
         all_and_one = torch.cat((x.flatten(2).flatten(0, 1), rows[:1]))
         x.copy_(all_and_one.index_copy(0, _rows_of(tokens), rows)[:-1].view(x.shape))
 

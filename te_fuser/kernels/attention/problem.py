@@ -52,7 +52,7 @@ class AttentionProblem:
         needs_grad: bool = False,
         keys: int | None = None,
     ) -> AttentionProblem:
-        """The problem of packed heads x now, on their device, or on a GPU of that capability with a recent cuDNN."""
+        """The problem of packed heads x now, on their device or a GPU of that capability."""
         samples, positions = settings.heads.lengths(x.shape if len(x.shape) == 3 else (1, *x.shape))
         on_cuda = x.device.type == "cuda"
         at_hand = on_cuda and capability is None

@@ -137,13 +137,13 @@ class Provider:
         return found
 
     def tells(self, settings: AttentionSettings) -> bool:
-        """True where `_run_told` calls the kernel, which is told structure or memory for gradients."""
+        """True where `_run_told` calls the kernel."""
         return False
 
     def gradients_apart(
         self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor
     ) -> tuple[Gradients, Callable[..., Gradients]]:
-        """Three gradients of packed heads, and the views that group them for `packed_heads.Packing`."""
+        """Gradients of packed heads, and the views that group them for `packed_heads.Packing`."""
         call = PackedCall.of(settings, tensors, self._readable)
         if call.is_empty:
             return settings.packed.split(call.zeros()["input"]), lambda *parts: parts

@@ -28,7 +28,7 @@ from te_fuser.ops.products import half_gains
 
 
 class CpuFlash(Provider):
-    """PyTorch's blocked attention for the CPU, with grouped heads and -inf; `logsumexp` is the op's."""
+    """PyTorch's blocked attention for the CPU; `logsumexp` is the op's."""
 
     name = "cpu_flash"
     schemas = (
