@@ -135,7 +135,6 @@ FAMILIES = {
     "dropout",
     "norms",
     "operations",
-    "softmax",
     "structure",
 }
 # Tests of an aspect of several modules: folder -> stems. Those of several ranks, in parallel/, all are.

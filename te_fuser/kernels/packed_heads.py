@@ -90,7 +90,6 @@ class PackedPass(HeadsPass):
 
     @property
     def lanes(self) -> int:
-        """Threads of a row."""
         return (self.heads.heads + 2 * self.heads.kv_heads) * self.units
 
     @property
@@ -116,7 +115,6 @@ class PackedPass(HeadsPass):
         return [*lines, f"constexpr float kDirection = {-1.0 if self.back else 1.0};"]
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
-        """The kernel as the native runtime takes it."""
         element, wide = name_of(self.dtype), self.vector * self.dtype.itemsize
         read = [(element, wide)] * (3 if self.parts else 1)
         read += [("float32", 4)] * 2 if self.rotary_dim else []

@@ -131,12 +131,10 @@ class TurnedPass(HeadsPass):
 
     @property
     def rotary_dim(self) -> int:
-        """Number of features of a head that turn."""
         return self.turning.rotary_dim if self.turning else 0
 
     @property
     def style(self) -> str:
-        """Pairing of a head's features in the rotation."""
         return self.turning.style if self.turning else "half"
 
     @property
@@ -151,12 +149,10 @@ class TurnedPass(HeadsPass):
 
     @property
     def lanes(self) -> int:
-        """Threads of a row."""
         return self.heads.heads * self.width
 
     @property
     def resident(self) -> int:
-        """Threads of a multiprocessor."""
         return _RESIDENT_READING if self.reads else super().resident
 
     @property
@@ -247,7 +243,6 @@ class TurnedPass(HeadsPass):
         ]
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
-        """The kernel as the native runtime takes it."""
         wide = self.vector * self.dtype.itemsize
         read = dict.fromkeys(("from", "read") if self.reads else ("from",), (name_of(self.dtype), wide))
         if self.turning is not None:

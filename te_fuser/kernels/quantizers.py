@@ -1,10 +1,10 @@
-"""Matrices in 8 bits on a GPU: bytes turned, scales of amaxes, weights by their scales, matrices by blocks.
+"""Numbers of 8 bits on a GPU: bytes turned, weights by their scales, matrices by blocks, amaxes folded into scales.
 
 Products of 8 bits read what lies along what they sum: a weight by rows in forward and turned for the gradient of their
 input, tokens turned for that of a weight. So a matrix that two of them read is made by rows and turned, from one
 reading: all weights of a list in one launch, beside their largest magnitudes; others by a scale for each block, which
-follows from that. The kernels' texts are `transposed8.cu`, `quantize_weights.cu` and `quantize_blocks.cu`;
-`ops/blockwise_scaling.py` says what the last computes.
+follows from that, as `ops/blockwise_scaling.py` computes it. The kernels' texts are `transposed8.cu`,
+`quantize_weights.cu`, `quantize_blocks.cu` and `fold_amaxes.cu`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -30,7 +30,7 @@ from te_fuser.recipe.recipes import OwnScales
 
 STEP = 16  # tokens, and rows and columns of weights, come in multiples of so many
 _SIDE, _THREADS = 128, 256  # of a tile; of a block
-_ENDLESS = 1 << 20  # blocks of a multiprocessor, one after the other: each does one tile and ends
+_ENDLESS = 1 << 20  # blocks of a multiprocessor, one after the other: each does one tile, or one product, and ends
 _MOST_TOKENS = 2**31 - STEP
 
 
@@ -80,7 +80,6 @@ class Transposed8(TextKernel[_native.CudaKernel]):
     source: ClassVar[Path] = Path(__file__).with_name("transposed8.cu")
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
-        """The kernel as the native runtime takes it."""
         return over_rows(self.name, cubin, [(text_of(self.dtype), STEP)] * 2, 1, 2, _THREADS, blocks=_ENDLESS)
 
 
@@ -177,7 +176,6 @@ class QuantizeWeights(TextKernel[_native.QuantizeWeights]):
         return [*constants_of({"Narrow": CTYPES[text_of(self.dtype)]}, {}, flags), floats]
 
     def native(self, cubin: bytes) -> _native.QuantizeWeights:
-        """The kernel as the native runtime takes it."""
         return _native.QuantizeWeights(cubin, text_of(self.dtype))
 
 
@@ -337,8 +335,84 @@ class QuantizeBlocks(TextKernel[_native.CudaKernel]):
         return [*constants_of(types, {}, flags), floats]
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
-        """The kernel as the native runtime takes it."""
         narrow, number = (text_of(self.narrow), STEP), ("float32", 4)
         tensors = [(text_of(self.dtype), STEP), narrow, narrow, number, number]
         tile = _SIDE * _SIDE * (self.dtype.itemsize + (self.wanted != "rows"))
         return over_rows(self.name, cubin, tensors, 1, 4, _THREADS, blocks=_ENDLESS, shared_bytes=tile)
+
+
+# ------------------------------------------------------------- amaxes folded into histories and scales, one launch
+
+ROLES = 3
+APART = 4  # floats from one number of a snapshot to the next: cuBLAS reads scales at multiples of 16 bytes
+_FOLD_THREADS = 192
+_NOTHING: tuple[int, ...] = (0,) * 8
+
+
+class Folded(NamedTuple):
+    """A product whose amaxes are folded: what is written in place, and by which rule.
+
+    Attributes:
+        history: float32 [length, 3], newest first.
+        scale: float32 [3].
+        newest: whether the scale follows from the newest amax; else from the largest.
+        margin: powers of two left free, -126 to 126.
+        forward, backward: the largest numbers of the formats.
+    """
+
+    history: torch.Tensor
+    scale: torch.Tensor
+    newest: bool
+    margin: int
+    forward: float
+    backward: float
+
+
+class AmaxFolder:
+    """Folds amaxes of always the same products, whose histories and scales stay where they are, side by side.
+
+    `products` are by row among the amaxes, of which there may be `rows`; other rows are counted and cleared alone.
+    """
+
+    def __init__(self, products: Mapping[int, Folded], rows: int, device: torch.device) -> None:
+        listed = [_NOTHING] * rows  # of `Product` in the text
+        for place, (row, (history, scale, *rule)) in enumerate(products.items()):
+            listed[row] = (history.data_ptr(), scale.data_ptr(), len(history), place, *map(int, rule))
+        self._table = torch.tensor(listed, dtype=torch.int64).view(rows, len(_NOTHING)).to(device)
+        self._count = len(products)
+        self._kernel = FoldAmaxes().ready(device)
+
+    def by_kernel(
+        self, amaxes: torch.Tensor, not_finite: torch.Tensor, rows: int, over: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Fold amaxes, count what is not finite and clear them, in one launch.
+
+        Args:
+            amaxes: float32 [rows, 3] or longer.
+            not_finite: int64, the same: raised by one where an amax is infinite or NaN.
+            rows: how many there are now, no fewer than those of products.
+            over: what this gave before, to be written again; without it the numbers have memory of their own.
+
+        Returns:
+            Of each product three scales and three reciprocals, float32 [products, 6, 4], the first of four each: at
+            multiples of 16 bytes.
+        """
+        numbers = over
+        if numbers is None:
+            numbers = torch.empty(self._count, 2 * ROLES, APART, dtype=torch.float32, device=amaxes.device)
+        if rows:
+            self._kernel((self._table, amaxes, amaxes, not_finite, numbers), rows, 1, 1, ())
+        return numbers
+
+
+@dataclass(frozen=True)
+class FoldAmaxes(TextKernel[_native.CudaKernel]):
+    """The kernel as plans compile theirs."""
+
+    name: ClassVar[str] = "fold_amaxes"
+    source: ClassVar[Path] = Path(__file__).with_name("fold_amaxes.cu")
+
+    def native(self, cubin: bytes) -> _native.CudaKernel:
+        """The native kernel of the table, what was seen, slots, counts, the snapshot."""
+        tensors = [("int64", 8), ("float32", 4), ("float32", 4), ("int64", 8), ("float32", 16)]
+        return over_rows(self.name, cubin, tensors, 2, 0, _FOLD_THREADS, blocks=_ENDLESS)

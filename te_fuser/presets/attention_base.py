@@ -181,20 +181,27 @@ def _unmasking(call: AttentionCall, positions: int, samples: int, device: torch.
     return {call.mask: (mask, mask) if cross and not arbitrary else mask}
 
 
-class TorchAttention(torch.nn.Module):
-    """Attention on packed heads in torch's functions, without masks of a call, and windows."""
+class TorchOp(torch.nn.Module):
+    """An op in torch's functions; `as_ops` gives the op back."""
 
     def __init__(self, op: ops.FusableOperation) -> None:
         super().__init__()
-        if not isinstance(op, ops.DotProductAttention) or op.scores != ops.AttentionScores():
-            raise NotImplementedError("to_torch() knows softmax_type='vanilla' and softcap=0 alone")
-        if op.hides.names or op.hides.window is not None:
-            raise NotImplementedError("to_torch() knows attn_mask_type='causal' and 'no_mask', without a window, alone")
         self._op = (op,)  # no child: it has no state
 
     def as_ops(self, convert: Callable[[str, torch.nn.Module], torch.nn.Module]) -> ops.FusableOperation:
         """The op."""
         return self._op[0]
+
+
+class TorchAttention(TorchOp):
+    """Attention on packed heads in torch's functions, without masks of a call, and windows."""
+
+    def __init__(self, op: ops.FusableOperation) -> None:
+        super().__init__(op)
+        if not isinstance(op, ops.DotProductAttention) or op.scores != ops.AttentionScores():
+            raise NotImplementedError("to_torch() knows softmax_type='vanilla' and softcap=0 alone")
+        if op.hides.names or op.hides.window is not None:
+            raise NotImplementedError("to_torch() knows attn_mask_type='causal' and 'no_mask', without a window, alone")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[S, B, heads * head_dim] of packed [S, B, (heads + 2 kv_heads) * head_dim]."""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from te_fuser import ops
-from te_fuser.presets.attention_base import own_rows, plans_ahead
+from te_fuser.presets.attention_base import TorchOp, own_rows, plans_ahead
 from te_fuser.presets.base import Asked, Preset, cut, understands
 from te_fuser.presets.keyword_arguments import check_call, check_choice, check_flag, check_size, checked
 from te_fuser.presets.keyword_types import LayerNormMLPKeys, Unpack
@@ -63,16 +63,8 @@ def activation_to_torch(op: ops.FusableOperation) -> torch.nn.Module:
     return TorchActivation(op) if make is None else make()
 
 
-class TorchActivation(torch.nn.Module):
-    """An activation that torch.nn lacks, in torch's functions; `as_ops` gives the op back."""
-
-    def __init__(self, op: ops.FusableOperation) -> None:
-        super().__init__()
-        self._op = (op,)  # no child: it has no state
-
-    def as_ops(self, convert: Callable[[str, torch.nn.Module], torch.nn.Module]) -> ops.FusableOperation:
-        """The op."""
-        return self._op[0]
+class TorchActivation(TorchOp):
+    """An activation that torch.nn lacks."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The activation of x."""

@@ -22,7 +22,7 @@ import torch
 from te_fuser.distributed.group import has_ranks
 from te_fuser.fake_tensors import is_looking
 from te_fuser.guards import Facts, holders, still_hold, tensor_place
-from te_fuser.kernels.reductions import AmaxFolder, Folded
+from te_fuser.kernels.quantizers import AmaxFolder, Folded
 from te_fuser.params.scales import HISTORY, LARGEST, SCALE, STATES, States, saved_numbers, some_wait
 from te_fuser.quantization.amax_allreduce import agreement_in, note_alike
 from te_fuser.quantization.products import device_of, products, products_of, recipe_for, try_recipe

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from te_fuser.fuser.run.loading import obstacle
-from te_fuser.kernels.reductions import APART
+from te_fuser.kernels.quantizers import APART
 from te_fuser.params.binding import Binding
 from te_fuser.params.scales import HISTORY, SCALE, STATES, States, not_scaled, prefix_of, states_of, version_of
 from te_fuser.quantization.products import try_recipe

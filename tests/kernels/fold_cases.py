@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from te_fuser.kernels.reductions import AmaxFolder, Folded
+from te_fuser.kernels.quantizers import AmaxFolder, Folded
 
 LARGEST = torch.finfo(torch.float32).max
 LENGTHS = (1, 2, 3, 63, 64, 65, 512, 513, 1024, 1537)

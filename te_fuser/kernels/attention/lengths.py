@@ -141,7 +141,6 @@ class BlankRows(TextKernel[_native.CudaKernel]):
         return [nan, f"constexpr int kThreads = {_THREADS}, kRows = {_ROWS};"]
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
-        """The kernel as the native runtime takes it."""
         tensors = [("int32", 4)] * 4 + [(_DTYPES[self.dtype][0], _ACCESS)]
         return over_rows(self.name, cubin, tensors, 4, 6, _THREADS, _ROWS, blocks=_BLOCKS)
 

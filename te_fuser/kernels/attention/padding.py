@@ -164,7 +164,6 @@ class FindTokens(_RowKernel):
     name: ClassVar[str] = "find_tokens"
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
-        """The kernel as the native runtime takes it."""
         tensors = [("bool", 1)] * 2 + [("int32", 4)] * 3
         return over_rows(self.name, cubin, tensors, 2, 3, _THREADS, blocks=_BLOCKS)
 
@@ -177,7 +176,6 @@ class MoveRows(_RowKernel):
     name: ClassVar[str] = "move_rows"
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
-        """The kernel as the native runtime takes it."""
         tensors = [("int32", 4)] * 2 + [(_DTYPES[self.dtype], _ACCESS)] * 2
         return over_rows(self.name, cubin, tensors, 3, 8, _THREADS, blocks=_BLOCKS)
 

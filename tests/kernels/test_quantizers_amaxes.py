@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from te_fuser.kernels.reductions import AmaxFolder, FoldAmaxes, Folded
+from te_fuser.kernels.quantizers import AmaxFolder, FoldAmaxes, Folded
 from tests.fake_cuda import FakeDriver
 from tests.kernels.emulated import emulating
 from tests.kernels.fold_cases import folded_wrongly
