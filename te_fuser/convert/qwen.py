@@ -15,7 +15,14 @@ from te_fuser.convert.llama import LlamaLike
 _NORMS = ("q_norm", "k_norm")
 
 
-class Qwen2DecoderLayer(LlamaLike, qwen2.Qwen2DecoderLayer):
+class Windowed(LlamaLike):
+    """A layer whose attention has a window, or None."""
+
+    def function_options(self) -> dict[str, Any]:
+        return {**super().function_options(), "sliding_window": self._attention().sliding_window}
+
+
+class Qwen2DecoderLayer(Windowed, qwen2.Qwen2DecoderLayer):
     """transformers' layer, run by lists of ops."""
 
     was = qwen2.Qwen2DecoderLayer
@@ -23,11 +30,8 @@ class Qwen2DecoderLayer(LlamaLike, qwen2.Qwen2DecoderLayer):
     norm_class = qwen2.Qwen2RMSNorm
     mlp_class = qwen2.Qwen2MLP
 
-    def function_options(self) -> dict[str, Any]:
-        return {**super().function_options(), "sliding_window": self._attention().sliding_window}
 
-
-class HeadNorms(LlamaLike):
+class HeadNorms(Windowed):
     """A layer that norms query and key heads before they are turned."""
 
     def norm_heads(self, parts: LayerParts) -> list[nn.Module]:
@@ -50,9 +54,6 @@ class HeadNorms(LlamaLike):
         if len({self.norm_op(norm).eps for norm in norms.values()}) > 1:  # type: ignore[attr-defined]
             return "its norms of heads differ in eps"
         return super().attention_left()
-
-    def function_options(self) -> dict[str, Any]:
-        return {**super().function_options(), "sliding_window": self._attention().sliding_window}
 
 
 class Qwen3DecoderLayer(HeadNorms, qwen3.Qwen3DecoderLayer):

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 
+from te_fuser.codegen.description import padded
 from te_fuser.dtypes import FLOAT8, name_of, text_of
 from te_fuser.fusions.cublaslt import why_no_dropout
 from te_fuser.fusions.declaration import chosen
@@ -24,7 +25,7 @@ from te_fuser.fusions.registry import Costs, Fusion
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt.products import algorithms_of
 from te_fuser.kernels.cublaslt.tuned import ProductForm
-from te_fuser.kernels.quantizers import DTYPES, FOUR, KINDS, padded
+from te_fuser.kernels.quantizers import DTYPES, FOUR, KINDS
 from te_fuser.ops.base import FusableOperation, Gradient
 from te_fuser.ops.bias_scale import Bias
 from te_fuser.ops.casts import QuantizeGradient

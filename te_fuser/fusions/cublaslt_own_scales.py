@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from te_fuser.codegen.cuda_source_kernel import WrittenKernel
-from te_fuser.codegen.description import Layout
+from te_fuser.codegen.description import Layout, padded
 from te_fuser.dtypes import name_of
 from te_fuser.fusions.cublaslt_float8 import (
     ProductRow8,
@@ -31,7 +31,7 @@ from te_fuser.kernels import quantizers
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt.products import algorithms_of
 from te_fuser.kernels.cublaslt.tuned import ProductForm
-from te_fuser.kernels.quantizers import FOUR, BlocksOf, Factor, QuantizeBlocks, padded
+from te_fuser.kernels.quantizers import FOUR, BlocksOf, Factor, QuantizeBlocks
 from te_fuser.ops.bias_scale import Bias
 from te_fuser.ops.float8_matmul import OwnScalesMatMul
 from te_fuser.ops.sizes import asked

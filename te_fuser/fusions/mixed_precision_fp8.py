@@ -9,6 +9,7 @@ from typing import cast
 import torch
 
 from te_fuser.codegen.cuda_source_kernel import WrittenKernel
+from te_fuser.codegen.description import padded
 from te_fuser.dtypes import name_of, text_of
 from te_fuser.fusions.cublaslt import why_no_product
 from te_fuser.fusions.cublaslt_float8 import form_of, why_no_float8
@@ -17,7 +18,7 @@ from te_fuser.fusions.match import Body, Cost, FusionCall, Match
 from te_fuser.kernels import quantizers
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt.tuned import ProductForm
-from te_fuser.kernels.quantizers import KINDS, QuantizeWeights, Transposed8, Weight8, padded, quantizer_on
+from te_fuser.kernels.quantizers import KINDS, QuantizeWeights, Transposed8, Weight8, quantizer_on
 from te_fuser.ops.base import Gradient
 from te_fuser.ops.float8_matmul import PartlyFloat8MatMul, raise_to_largest
 from te_fuser.ops.matmul import as_rows, in_shape_of

@@ -84,7 +84,7 @@ class PackedPass(HeadsPass):
         sums: torch.dtype | None = None,
         stored: torch.dtype | None = None,
     ) -> PackedPass:
-        """Pass of `turn`, or of `Packing` (parts, back); layouts, and bases and offsets, share a text."""
+        """Pass of `turn`, or of `Packing` (parts, back); layouts and bases share a text."""
         turning = (rotation.rotary_dim, rotation.style) if rotation else (0, "half")
         return cls(replace(heads, layout="sequence_first"), dtype, parts, *turning, back, bias, sums, stored)
 
@@ -167,7 +167,7 @@ def turn(
 
 
 class Packing:
-    """Packs the gradients of queries, keys and values, turned back if at all; forms are worked out once."""
+    """Packs the gradients of q, k and v, turned back if at all; forms are worked out once."""
 
     def __init__(self, heads: PackedHeads, rotation: Rotation | None = None) -> None:
         self._heads, self._rotation = heads, rotation

@@ -18,11 +18,10 @@ import torch
 from te_fuser import _native
 from te_fuser.codegen.cuda_source_kernel import TextKernel, constants_of
 from te_fuser.codegen.cuda_text import CTYPES, EVERY_ROW, FINISH_THREADS
-from te_fuser.codegen.description import BLOCK, TOKENS, sizes_in_blocks
+from te_fuser.codegen.description import BLOCK, TOKENS, padded, sizes_in_blocks
 from te_fuser.dtypes import name_of
 from te_fuser.kernels.heads_pass import Scaled, as_one, readable
 from te_fuser.kernels.packed_heads import Parts, Rows, rows_of_parts
-from te_fuser.kernels.quantizers import padded
 from te_fuser.ops.attention.heads import PackedHeads
 
 _ACCESS = 16  # bytes
@@ -118,7 +117,7 @@ Packed8 = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None"]
 
 
 class TilePacking:
-    """Packs the gradients of queries, keys and values in 8 bits, in both layouts; forms are worked out once."""
+    """Packs the gradients of q, k and v in 8 bits, in both layouts, by forms that are kept."""
 
     def __init__(self, heads: PackedHeads) -> None:
         self._heads = heads

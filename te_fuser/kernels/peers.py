@@ -44,7 +44,7 @@ Memory = tuple[torch.Tensor, Sequence[int]]  # this rank's bytes, and where thos
 
 
 def obstacle(group: Group, device: torch.device) -> str | None:
-    """Reason, as far as this process knows, why a group's ranks cannot write to one another on the device."""
+    """Reason, as far as this process knows, why ranks cannot write to one another."""
     if device.type != "cuda":
         return f"copy engines are of GPUs, the input is on {device.type}"
     why = _why_no_memory(device) or _why_multicast()
@@ -133,7 +133,7 @@ class Peers:
             raise consistency.RankMismatchError(f"{self._given_up}. Nothing is exchanged any more: end the processes")
 
     def mark(self) -> None:
-        """Note that the current stream has replayed exchanges, for who asks whether the device is done."""
+        """Note that the current stream has replayed exchanges."""
         self._started += 1
         for buffers in self._all():
             buffers.mark()

@@ -22,21 +22,16 @@ import torch
 from te_fuser import _native
 from te_fuser.codegen.cuda_source_kernel import TextKernel, constants_of, over_rows
 from te_fuser.codegen.cuda_text import CTYPES, literal
-from te_fuser.codegen.description import NUMBERS, ScaleOf
+from te_fuser.codegen.description import NUMBERS, ScaleOf, padded
 from te_fuser.dtypes import text_of
 from te_fuser.formula.float8 import rounded
 from te_fuser.ops.blockwise_scaling import scale_by
+from te_fuser.ops.quantized_matmul import STEP
 from te_fuser.recipe.recipes import OwnScales
 
-STEP = 16  # tokens, and rows and columns of weights, come in multiples of so many
 _SIDE, _THREADS = 128, 256  # of a tile; of a block
 _ENDLESS = 1 << 20  # blocks of a multiprocessor, one after the other: each does one tile, or one product, and ends
 _MOST_TOKENS = 2**31 - STEP
-
-
-def padded(tokens: int) -> int:
-    """Tokens up to the next multiple of 16."""
-    return -(-tokens // STEP) * STEP
 
 
 def transpose_by_torch(data: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,7 @@ AUTOCAST.add(AutocastPolicy(wide_parameters=("weight", *NUMBERS, *_amaxes)), ops
 
 
 def autocast_policy(runs_in: str | None = None, *, wide_parameters: tuple[str, ...] = ()) -> Callable[[Kind], Kind]:
-    """Decorator that gives a class of ops, and those derived from it, an `AutocastPolicy` in place of its base's."""
+    """Decorator that gives a class of ops, and those derived from it, an `AutocastPolicy`."""
     return AUTOCAST.row(AutocastPolicy(runs_in, wide_parameters))
 
 

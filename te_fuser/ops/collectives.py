@@ -17,7 +17,7 @@ from te_fuser.ops.operations import UnfusedOperation
 
 
 class Carried(NamedTuple):
-    """Dtypes of what an op joins in 8 bits in one direction: `values` are x and y, `gradients` dy and dx."""
+    """Dtypes of what an op joins in 8 bits: `values` are x and y, `gradients` dy and dx."""
 
     values: torch.dtype
     gradients: torch.dtype

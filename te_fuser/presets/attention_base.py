@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,10 @@ class ContextParallel(Preset):
     """A preset with an attention in it, or one itself, which alone sees whole sequences."""
 
     _context: Context = Context()
+
+    def variant_ops(self, **how: Any) -> Iterator[torch.nn.Module]:
+        """The ops of a call, by what `named_ops` yields."""
+        return (op for _, op in self.named_ops(**how))
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: Any = "p2p"

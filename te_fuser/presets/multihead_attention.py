@@ -240,10 +240,6 @@ class MultiheadAttention(ContextParallel):
 
     # --------------------------------------------------------------------------------------- lists
 
-    def variant_ops(self, **how: Any) -> Iterator[torch.nn.Module]:
-        """The ops of a call, as `understood` says it."""
-        return (op for _, op in self.named_ops(**how))
-
     def named_ops(  # type: ignore[override]
         self, call: AttentionCall | None = None, rotary: str = "one", over: bool = False, caches: bool = False
     ) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -306,7 +302,7 @@ class MultiheadAttention(ContextParallel):
             yield "qk_norm", norm
 
     def _heads(self, keys_alone: bool = False) -> dict[str, Any]:
-        """Keywords of an op on heads: of queries, of queries with keys and values, or of `keys_alone`."""
+        """Keywords of an op on heads: of queries alone, of all, or of `keys_alone`."""
         heads, groups = self._core.own_heads
         packing = "interleaved" if self.qkv_weight_interleaved else "blocked"
         kv_heads = groups if keys_alone or not self.crosses else None

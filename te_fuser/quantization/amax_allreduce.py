@@ -244,7 +244,7 @@ Kinds = tuple[type[FusableOperation], type[FusableOperation]]
 
 
 def quantized_first(listed: Sequence[ListedOp], around: Recipe) -> list[ListedOp]:
-    """The list with what quantizes before what gathers, forward and backward, where ranks have one scale."""
+    """The list with what quantizes before what gathers, where ranks have one scale."""
     agreement = agreement_in(next(filter(None, entered()), None)) if has_ranks() else None
     ranks = frozenset[int]() if agreement is None or agreement.differs else agreement.ranks
     found = list(listed)

@@ -320,7 +320,7 @@ def _facts(listed: Sequence[ListedOp]) -> Facts:
 
 
 def _records() -> bool:
-    """True where calls do more than to read scales, as a graph may that is replayed with gradients."""
+    """True where calls do more than to read scales, or may in replays."""
     return torch.is_grad_enabled() or read_in_capture() is not None
 
 
@@ -351,7 +351,7 @@ def _apart(weight: Binding, product: MatMul, reads: bool) -> State:
 
 
 def _bound(listed: Sequence[ListedOp], key: region.Key, looks: bool, reads: bool) -> list[ListedOp]:
-    """A list whose products have the numbers that they may read, of their states or of their calls."""
+    """A list whose products have the numbers that they may read."""
     times, states = Counter[Hashable](), dict[Hashable, State]()  # by weight
     found: list[ListedOp] = []
     for item in listed:

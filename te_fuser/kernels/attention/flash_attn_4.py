@@ -126,7 +126,7 @@ def _choices(settings: AttentionSettings) -> Choices:
 
 
 def _others(call: HeadsCall, sides: Sides | None, tensors: Tensors) -> dict[str, torch.Tensor]:
-    """Offsets and lengths, maybe those of queries for keys, and logits beside the scores [H]."""
+    """Offsets and lengths, and logits beside the scores [H]."""
     if sides is None:
         return {}
     queries, keys = sides.clamped()

@@ -236,7 +236,7 @@ class Slots:
 
     @classmethod
     def of(cls, call: HeadsCall, sides: Sides, all_rows: bool = True) -> Slots | None:
-        """Slots of a call, if samples are not whole; of `all_rows`: behind the last sequence, too."""
+        """Slots of a call, if samples are not whole; `all_rows`: and behind the last sequence."""
         mask, (q, k, _) = call.settings.mask, call.heads
         if not mask.counts:
             return None
@@ -251,7 +251,7 @@ class Slots:
 
 
 def _slotted(side: Side, heads: torch.Tensor, mask: AttentionMask, longest: int, tails: int) -> Slotted:
-    """The slots of a side, of heads [B, H, S, D], which are one sample where there are offsets."""
+    """The slots of a side, of heads [B, H, S, D], of one sample where there are offsets."""
     begin = side.offsets
     if begin is None:
         begin = torch.arange(heads.shape[0] + 1, dtype=torch.int32, device=heads.device) * side.positions

@@ -294,7 +294,7 @@ class CudaProvider(Provider):
         return hidden.all(-1, keepdim=True)
 
     def _saved(self, logsumexp: torch.Tensor, seed: torch.Tensor | None, offset: torch.Tensor | None) -> Saved:
-        """Tensors that an operator returned for backward; an empty one for nothing, to be kept."""
+        """Tensors that an operator returned for backward, empty ones for nothing."""
         returned = (logsumexp, seed, offset)
         kept = (logsumexp.new_empty(0) if tensor is None else tensor for tensor in returned)
         return dict(zip(self.emits, kept, strict=True))

@@ -199,7 +199,7 @@ class HeadsCall:
 
     @classmethod
     def of(cls, settings: AttentionSettings, tensors: Tensors, readable: Readable = lambda x: x) -> HeadsCall:
-        """The call of these tensors; `readable` makes what heads lie in as a kernel can read it."""
+        """The call of these tensors, `readable` for a kernel."""
         inputs = {}
         for name in inputs_of(settings.heads):
             tensor = tensors[name]
@@ -273,7 +273,7 @@ class HeadsCall:
 
 @record(eq=False)  # made in each call
 class PackedCall(HeadsCall):
-    """Call of packed heads that no structure hides; samples and heads are a kernel's as `lead` says."""
+    """Call of packed heads that no structure hides, in a kernel's order as `lead` says."""
 
     views: Views
 

@@ -121,7 +121,7 @@ in_use: dict[ProductForm, _native.CudaMatmul] = {}  # what this process has conf
 
 @functools.cache
 def product_of(form: ProductForm) -> _native.CudaMatmul:
-    """The process's native product of a form: it runs by what was measured, and `tune` finds it."""
+    """The process's native product of a form, which runs by what was measured."""
     in_use[form] = _native.CudaMatmul(
         f"matmul_{form.kind}",
         text_of(form.dtype),
@@ -212,14 +212,14 @@ def form_of_8(
 
 
 def takes_any_layout(device: torch.device, capability: tuple[int, int] | None = None) -> bool:
-    """True where a device's products of 8 bits take factors as they lie, not along what is summed alone."""
+    """True where products of 8 bits take factors as they lie, not along the sum alone."""
     if device.type != "cuda":
         return False
     return (capability or torch.cuda.get_device_capability(device))[0] == _ANY_LAYOUT
 
 
 def obstacle_on(device: torch.device, capability: tuple[int, int] | None = None, scales: str = "tensor") -> str | None:
-    """Reason why a device, or a GPU of that capability, has no products of 8 bits with such `Recipe.scales`."""
+    """Reason why a device, or such a GPU, has no products of 8 bits with such `Recipe.scales`."""
     if device.type != "cuda":
         return f"cuBLASLt runs on cuda, the input is on {device.type}"
     at_hand = capability is None

@@ -50,7 +50,7 @@ class ProductForm:
         return self if dtype == self.out_dtype else replace(self, out_dtype=dtype)
 
     def __str__(self) -> str:
-        """Text that tells it from others, for reports and files: the kind says what is not written."""
+        """Text that tells it from others, for reports and files."""
         if not self.in_8_bits:
             return f"{self.kind} {' to '.join(dict.fromkeys(map(text_of, (self.dtype, self.out_dtype))))}"
         lying = {(False, True): "", (False, False): " by rows", (True, False): " by rows of both"}
@@ -126,7 +126,7 @@ class TunedProducts(EntryFile):
         return None
 
     def put(self, key: str, algorithm: bytes, candidate: int, ratio: float) -> None:
-        """Keep the algorithm of a problem, and the time of the model with it over that without."""
+        """Keep the algorithm of a problem, and the gain in the model's time."""
         found = {"algorithm": algorithm.hex(), "candidate": candidate, "ratio": ratio}
         self.change(lambda entries: entries.update({key: found}))
 

@@ -101,7 +101,7 @@ def _tune_place(
     margin: float,
     reason_not: ReasonNot,
 ) -> Iterator[Trial]:
-    """Try a place's candidates, from number 2 on, against the best choices, which take in what gains."""
+    """Try a place's candidates, from number 2 on, beside the best choices."""
     ratios: dict[int, float] = {}
     wrong: dict[int, str] = {}
     for candidate in worth_trying:
@@ -149,7 +149,7 @@ def _take(choice: _Chosen) -> None:
 
 
 def _keep(chosen: _Chosen) -> None:
-    """Put what was chosen on disk, and forget what an earlier tuning chose and this one did not."""
+    """Put what was chosen on disk, and forget what an earlier tuning chose."""
     for place, candidate in chosen.items():
         store, key = store_on(place.problem.device), place.problem.key(place.form)
         if store is None:

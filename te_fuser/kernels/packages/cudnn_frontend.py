@@ -47,7 +47,7 @@ def unusable(cudnn_version: int) -> str | None:
 
 @functools.cache
 def _version_in_use() -> int | str:
-    """The cuDNN that the front end has loaded, or why there is none; a failed import is not repeated."""
+    """The cuDNN that the front end has loaded, or why there is none."""
     try:
         return int(_package().backend_version())
     except Exception as error:  # whatever an import of it may raise
@@ -56,7 +56,7 @@ def _version_in_use() -> int | str:
 
 @dataclass(frozen=True)
 class AttentionBackward:
-    """Problem of backward on packed heads; q, k, v and out are where these lie, and gradients in theirs."""
+    """Problem of backward on packed heads; gradients lie as q, k, v and out."""
 
     q: HeadsForm
     k: HeadsForm
@@ -194,7 +194,7 @@ class BackwardGraph(CudnnGraph):
         self._offsets = [form[2] * problem.dtype.itemsize for form in (problem.q, problem.k, problem.v)]
 
     def run(self, x: torch.Tensor, y: torch.Tensor, dy: torch.Tensor, saved: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """The gradient of the packed input x; `saved` are logsumexp, seed and offset of PyTorch's forward."""
+        """The gradient of the packed input x; `saved` are logsumexp, seed and offset."""
         p, dx = self._problem, torch.empty_like(x)
         kept = [tensor.contiguous() for tensor in (saved if p.dropout else saved[:1])]
         self._run(lambda: [*_heads(x, p), y, dy, *kept, *_heads(dx, p)], lambda: self._addresses(x, dx, y, dy, kept), x)
@@ -214,7 +214,7 @@ def _heads(packed: torch.Tensor, p: AttentionBackward) -> list[torch.Tensor]:
 
 
 def _launch_by_addresses(graph: Any, uids: tuple[int, ...], handle: Any) -> Callable[[list[int], int], None] | None:
-    """The end of the front end's `execute`, f(addresses, workspace), in half its time, where it has one."""
+    """The end of the front end's `execute`, f(addresses, workspace), where it has one."""
     try:
         lowered, index = graph._lowered_graph, graph._plans[graph._plan_index].cpp_index
         run, backend, order = lowered._execute_with_raw_ptrs, handle.backend_handle, graph._variant_pack_uids()

@@ -33,7 +33,7 @@ _ALIASES = (torch.ops.aten.detach.default,)
 
 
 class Replay:
-    """A noted call as a function of its tensors: it allocates what was `made`, and calls the compiled functions."""
+    """A noted call as a function of its tensors: it allocates and calls what that did."""
 
     def __init__(
         self,

@@ -63,7 +63,7 @@ class Package:
         return None
 
     def unusable(self, changes: Callable[[], Iterable[str | None]]) -> str | None:
-        """Reason why the package cannot be called as its oldest version was; `changes` gives `why_changed` of each."""
+        """Reason why the package cannot be called as it was; `changes` gives each `why_changed`."""
         version = self.version()
         try:
             with Progress(f"importing {self.name} {version}"):
@@ -127,7 +127,7 @@ def why_changed(owner: Any, name: str, taken: Sequence[str] = ()) -> str | None:
 
 
 def give_context(device: int) -> None:
-    """Give this thread the device's context in the CUDA runtime: backward's threads have none."""
+    """Give this thread the device's context in the CUDA runtime, as backward's have none."""
     known = _thread.__dict__.setdefault("devices", set())
     if device not in known:
         torch.empty(1, device=torch.device("cuda", device)).zero_()

@@ -56,7 +56,7 @@ def unusable_by_gates() -> str | None:
 
 
 def why_not_as_it_was(called: Mapping[tuple[str, str], tuple[str, ...]]) -> str | None:
-    """Reason why functions of the package, by module and name, do not take these arguments any more."""
+    """Reason why functions of the package do not take these arguments any more."""
     return PACKAGE.unusable(
         lambda: (why_changed(module(where), name, taken) for (where, name), taken in called.items())
     )
