@@ -144,7 +144,7 @@ class LastCall:
         if not all(isinstance(t, torch.Tensor) for t in (*given, *made)):
             self._known = None
             return
-        like, gave, known = _like(given, asked), [_form(t) for t in made], self._known
+        like, gave, known = _like(given, asked), [tensor_form(t) for t in made], self._known
         if known is None or known[0] != like or known[1] != gave:
             self._known = like, gave, _state(module)
 
@@ -156,13 +156,14 @@ class LastCall:
         return known[1] if known[0] == _like(given, asked) and known[2] == _state(module) else None
 
 
-def _form(t: torch.Tensor) -> Form:
+def tensor_form(t: torch.Tensor) -> Form:
+    """Shape, dtype and device of a tensor, and whether it needs a gradient."""
     return t.shape, t.dtype, t.device, t.requires_grad
 
 
 def _like(given: Sequence[torch.Tensor], asked: Sequence[str]) -> Any:
     autocast = [torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in ("cpu", "cuda")]
-    return [_form(t) for t in given], list(asked), torch.is_grad_enabled(), autocast
+    return [tensor_form(t) for t in given], list(asked), torch.is_grad_enabled(), autocast
 
 
 def _state(module: torch.nn.Module) -> Any:

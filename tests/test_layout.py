@@ -25,7 +25,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Part -> the parts it may import, at the head of its files. A part that is new needs a row.
 BASE = {"guards", "distributed", "params"}
 KNOWS = {
-    "capture": {*BASE, "contexts", "ops", "kernels", "fuser", "quantization", "sharding"},
+    "capture": {*BASE, "contexts", "fake_tensors", "ops", "kernels", "fuser", "quantization", "sharding"},
     "trace": {"fuser", "ops", "params"},
     "checkpointing": {*BASE, "ops", "quantization"},
     "compare": {"dtypes"},

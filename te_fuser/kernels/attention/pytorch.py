@@ -28,7 +28,10 @@ from te_fuser.ops.products import half_gains
 
 
 class CpuFlash(Provider):
-    """PyTorch's blocked attention for the CPU; `logsumexp` is the op's."""
+    """PyTorch's blocked attention for the CPU; grouped heads, -inf and rows that see nothing are its own business.
+
+    `logsumexp` is the op's, so that the op's own backward could take it.
+    """
 
     name = "cpu_flash"
     schemas = (
@@ -227,7 +230,7 @@ def _by_head(made: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 class CudaEfficient(CudaProvider):
-    """Memory-efficient attention of xFormers in PyTorch: any mask, float32, no grouped heads."""
+    """The memory-efficient attention of xFormers, as PyTorch builds it: any mask, float32 too, no grouped heads."""
 
     name = "cuda_efficient"
     schemas = (
