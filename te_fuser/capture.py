@@ -99,7 +99,7 @@ class _Captured:
         self._main_grads = [(label, t, address, _over(t)) for label, t in held if (address := _main_grad_at(t))]
 
     def check(self) -> None:
-        """Compare with the model at the capture; ValueError says what is another, and what to do."""
+        """Compare with the model at the capture; ValueError says what is another."""
         if [child for m in self._modules for child in m._modules.values()] != self._children:
             raise ValueError("a module of this model was added, removed or replaced since the capture: capture again")
         if [m.training for m in self._modules] != self._modes:

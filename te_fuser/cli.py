@@ -184,7 +184,7 @@ def _doctor(chosen: argparse.Namespace) -> int:
 
 
 def _parts() -> dict[str, str]:
-    """State here of each thing that te_fuser builds on, optional packages and recipes of FP8."""
+    """State of all that te_fuser builds on, with optional packages and recipes."""
     from te_fuser import recipe
 
     parts = _own_parts() | _optional_parts()

@@ -44,7 +44,7 @@ _NARROWED = torch.finfo(torch.float64).eps / _FLOAT32_EPS
 
 @dataclass(frozen=True)
 class Distance:
-    """Between two tensors: of the elements farthest apart, and the root of the mean square."""
+    """Largest distance of two tensors' elements, and the root of the mean square."""
 
     largest: float = 0.0
     rms: float = 0.0
@@ -117,7 +117,7 @@ def _share(error: float, allowed: float) -> float:
 
 
 def distance(found: torch.Tensor, exact: torch.Tensor) -> Distance:
-    """Distance between two tensors; equal infinities and NaN in the same place are no distance."""
+    """Distance between two tensors; equal infinities and NaN are none."""
     if not exact.numel():
         return Distance()
     pieces = [t.detach().reshape(-1).split(_AT_ONCE) for t in (found, exact)]

@@ -88,7 +88,7 @@ class Look:
 
 
 def maker_of(owner: torch.nn.Module, name: str) -> torch.nn.Module:
-    """Module that computes a tensor of another: its parametrization, or that module itself."""
+    """Module that computes a tensor of another: its parametrization, or itself."""
     lists = owner._modules.get("parametrizations")
     return lists[name] if isinstance(lists, torch.nn.ModuleDict) and name in lists else owner
 
@@ -134,7 +134,7 @@ Form = tuple[Sequence[int], torch.dtype, torch.device, bool]
 
 
 class LastCall:
-    """Record of a module's last call: the forms of its inputs and results, without the tensors."""
+    """Record of a module's last call: the forms of its inputs and results."""
 
     def __init__(self) -> None:
         self._known: tuple[Any, Sequence[Form], Any] | None = None
@@ -149,7 +149,7 @@ class LastCall:
             self._known = like, gave, _state(module)
 
     def gave(self, module: torch.nn.Module, given: Sequence[Any], asked: Sequence[str]) -> Sequence[Form] | None:
-        """Forms of the last call's results, if it was like this one, of the module as it is."""
+        """Forms of the last call's results, if it was like this one."""
         known = self._known
         if known is None or not all(isinstance(t, torch.Tensor) for t in given):
             return None

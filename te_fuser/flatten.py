@@ -95,7 +95,7 @@ class OpList(torch.nn.Sequential, TakesArguments):
         self._may_be_another(name)
 
     def _may_be_another(self, name: str) -> None:
-        """Let this list, and those around, look again where an attribute may flatten otherwise."""
+        """Let this list, and those around, look again where it may flatten otherwise."""
         if name in _DECIDING:
             self.__dict__.update(revision=self.__dict__.get("revision", 0) + 1, _structure=None)
 
@@ -111,11 +111,7 @@ class OpList(torch.nn.Sequential, TakesArguments):
                 yield name, child
 
     def check_nested(self, path: str) -> None:
-        """Refuse to stand in a list, at this path, where its call is no step of one; by default any may.
-
-        Raises:
-            TypeError, RuntimeError: saying why, and what to do.
-        """
+        """Refuse to stand in a list, at this path, where its call is no step of one; by default any may."""
 
 
 def flatten(root: OpList, holding: Facts | None = None, entering: Entering | None = None) -> list[Part]:
@@ -188,7 +184,7 @@ class _Planning:
     notes: tuple[str, ...] = ()
 
     def inside(self, module: OpList) -> _Planning:
-        """The planning of a list in here: this one, unless the list was given something else."""
+        """The planning of a list in here: this one, or one with its own options."""
         other = {name: value for name, value in module._given.items() if value != self.options[name]}
         if not other:
             return self
@@ -318,7 +314,7 @@ class _Flattener:
 
 
 def runs_itself(m: torch.nn.Module, hooked: bool = True) -> str:
-    """Reason why a module goes through its own __call__, for hooks or not; empty: it need not."""
+    """Reason why a module goes through its own __call__; empty: it need not."""
     if hooked and any(GLOBAL_HOOKS):
         return "hooks of all modules"
     if hooked and any(hooks_of(m)):
@@ -343,7 +339,7 @@ def has_own_call(m: OpList) -> bool:
 
 
 def _promises(kind: type) -> bool:
-    """True where the class that defines a list's forward promises that calls do nothing else."""
+    """True where the class that defines a list's forward promises to do no more."""
     saying = next(vars(base) for base in kind.__mro__ if vars(base).keys() & {"flattens", "forward"})
     return bool(saying.get("flattens", False))
 

@@ -105,7 +105,7 @@ def _parts(module: nn.Module, name: str) -> Iterator[str]:
 
 
 def why_none(module: nn.Module) -> str:
-    """Reason why no ops could stand for a module, nor for a part of it; empty where some could."""
+    """Reason why no ops could stand for a module or a part; empty where some could."""
     if callable(getattr(module, "as_ops", None)):
         return ""
     conversion = _Converter("none")
@@ -118,7 +118,7 @@ def why_none(module: nn.Module) -> str:
 
 
 class SelfAttention(Sequential):
-    """torch.nn.MultiheadAttention of one input, y = mha(x, x, x)[0]; q, k and v are one product."""
+    """torch.nn.MultiheadAttention of one input: y = mha(x, x, x)[0]."""
 
     def __init__(self, mha: nn.MultiheadAttention, mask: str) -> None:
         features = mha.embed_dim
@@ -338,7 +338,7 @@ _COMPUTING = ("forward", "_sa_block", "_ff_block")  # the methods that say what 
 
 
 def _kind(module: nn.Module) -> type[nn.Module]:
-    """The class that says how a module is converted; a subclass counts where it computes alike."""
+    """The class that says how a module is converted, maybe a base of its own."""
     for kind in (*_SINGLE, *_BLOCKS):
         if isinstance(module, kind):
             own = [name for name in _COMPUTING if getattr(type(module), name, None) is not getattr(kind, name, None)]

@@ -373,7 +373,7 @@ class Sequential(OpList):
         return TuneReport.of(reports)
 
     def _try(self, run: GroupRun, x: torch.Tensor, outputs: Sequence[str], inputs: Mapping[str, torch.Tensor]) -> None:
-        """Walk through the parts with `run`, which only measures, and leave the model as it was."""
+        """Walk through the parts with `run`, and leave the model as it was."""
 
         def checked(
             group: FusedRegion, x: torch.Tensor, given: Mapping[str, torch.Tensor], wanted: tuple[str, ...]

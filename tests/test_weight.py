@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.weight import figures
 
 CEILINGS = {
-    "lines of te_fuser and csrc": 66_937,
+    "lines of te_fuser and csrc": 66_809,
     "files in te_fuser": 262,
     "files flat in te_fuser/ops": 30,
     "lines of tests": 70_308,

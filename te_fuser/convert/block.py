@@ -41,7 +41,7 @@ _EAGER = "eager_attention_forward"  # the name of a family's function
 
 @dataclass
 class _Made:
-    """Lists that a layer has made for its calls, valid while its modules are what they were."""
+    """Lists made for a layer's calls, valid while its modules are what they were."""
 
     facts: Facts
     left: dict[str, str]
@@ -197,7 +197,7 @@ class DecoderBlock(ops.Together):
         return y  # type: ignore[no-any-return]
 
     def _how(self, x: torch.Tensor, call: LayerCall, now: _Now) -> str:
-        """Way to run attention: by the model's module or function, or by the op with this mask."""
+        """Way to run attention: by module, by function, or by the op with this mask."""
         if now.left or (now.attention._forward_hooks and _is_recorded(x)):
             return _MODULE
         if not now.knows or not _sees_itself(x, call, now):

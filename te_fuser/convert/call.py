@@ -35,7 +35,7 @@ _WITHOUT_EFFECT = {
 
 @dataclass(frozen=True)
 class LayerCall:
-    """Arguments of a layer's call beside x, by its class's names; `cache` names the cache's."""
+    """Arguments of a layer's call beside x; `cache` names the cache's."""
 
     arguments: Mapping[str, Any]
     cache: str

@@ -222,7 +222,7 @@ def revert(model: nn.Module) -> nn.Module:
 
 
 def _swapped(model: nn.Module, options: dict[str, Any]) -> tuple[Conversion, list[Any]]:
-    """Turn layers into those of te_fuser; gives what became of each, and those that are new."""
+    """Turn layers into those of te_fuser; gives what became of each, and new ones."""
     converted, refused, new = list[str](), dict[str, str](), list[Any]()
     for path, module in model.named_modules():
         kind = _kind_of(type(module))
@@ -300,13 +300,13 @@ def _checked(model: nn.Module) -> float:
 
 
 def _allowed(want: torch.Tensor) -> float:
-    """Distance that rounding may make; in float64 the original's norms round to float32, too."""
+    """Distance that rounding may make; float64 models have norms in float32, too."""
     eps: float = max(torch.finfo(t).eps for t in (want.dtype, torch.float32)) ** 0.5
     return eps * max(torch.finfo(want.dtype).tiny, want.abs().max().item())
 
 
 def _results(stack: Any, wanted: Collection[str] = ()) -> dict[str, torch.Tensor]:
-    """The last layer's output for random tokens, the embeddings' gradient, outputs by caches."""
+    """Output for random tokens, the embeddings' gradient, and outputs by caches."""
     from te_fuser.convert.call import decoders  # needs transformers
 
     embed = stack.get_input_embeddings()

@@ -105,7 +105,7 @@ class LayerParts:
         self.numbers += [(kept, name) for name in _EPSILONS if name in kept]
 
     def facts(self) -> Facts:
-        """Facts about the numbers and linear layers that ops were made with, as they are now."""
+        """Facts about the numbers and linear layers that ops were made with."""
         items = Facts(items=tuple([(kept, name, kept.get(name)) for kept, name in self.numbers]))
         return Facts.of([items, Facts.of_answers(*(functools.partial(_form, p) for p in self.linears))])
 
@@ -140,13 +140,13 @@ def why_shared(attention: nn.Module) -> str | None:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """True where a module runs another forward than its class's, as wrappers may leave on it."""
+    """True where a module runs another forward than its class's."""
     found = module.__dict__.get("forward")
     return found is not None and not _is_of_class(found, module)
 
 
 def keeps_forward(layer: nn.Module) -> bool:
-    """True where accelerate runs in a layer's place, and calls the forward that it has kept."""
+    """True where accelerate runs in a layer's place, and calls its forward."""
     return "_hf_hook" in layer.__dict__ and _is_of_class(layer.__dict__.get("_old_forward"), layer)
 
 

@@ -84,7 +84,7 @@ def gather_values(groups: Sequence[Group], what: str, value: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def shared_errors(groups: Sequence[Group]) -> Iterator[None]:
-    """Context in which other ranks find an error in place of what this rank was to compare."""
+    """Context in which other ranks find an error in place of a comparison."""
     try:
         yield
     except RankMismatchError:  # which they have
@@ -98,7 +98,7 @@ def shared_errors(groups: Sequence[Group]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_thread(groups: Sequence[Group]) -> Iterator[None]:
-    """Context in which one thread alone runs what these groups' ranks run: orders would differ."""
+    """Context in which one thread alone runs what these groups' ranks run."""
     with contextlib.ExitStack() as held:
         for group in filter(Group.is_here, groups):
             lock = _running.setdefault(group.process_group(), threading.RLock())

@@ -70,7 +70,7 @@ def is_dtensor(t: Any) -> TypeGuard[DTensor]:
 
 
 class Laid(NamedTuple):
-    """Layout of parts of these sizes, each cut among ranks: the first rank's shares come first."""
+    """Layout of parts of these sizes, each cut: the first rank's shares come first."""
 
     sizes: tuple[int, ...]
     ranks: int
@@ -156,7 +156,7 @@ class _OwnPart(torch.autograd.Function):
 
 
 def as_gradient(gradient: torch.Tensor, spec: Any, shape: tuple[int, ...]) -> torch.Tensor:
-    """Gradient of this rank's part, of this shape, as a DTensor of this spec: it lies alike."""
+    """Gradient of this rank's part, of this shape, as a DTensor of this spec."""
     kind = sys.modules["torch.distributed.tensor"].DTensor  # whose __init__ does nothing, and takes 4 us
     if gradient.storage_offset():  # of such a one no DTensor can be copied; of the same memory as a storage it can
         gradient = torch.from_dlpack(gradient)
@@ -192,6 +192,6 @@ def filled(owner: torch.nn.Module, name: str, fill: Callable[[torch.Tensor], Any
 
 
 def is_taken_away(owner: torch.nn.Module) -> bool:
-    """True where `fully_shard` takes parameters away after forward, by its hooks on owners."""
+    """True where `fully_shard` takes parameters away after forward."""
     hooks = (h for m in owner.modules() for h in m._load_state_dict_post_hooks.values())
     return any((getattr(hook, "__module__", None) or "").startswith("torch.distributed.fsdp") for hook in hooks)

@@ -96,11 +96,11 @@ class Exchange:
 
     @property
     def back(self) -> Exchange:
-        """Exchange of the gradient of the sum of all ranks' losses: cut and join change places."""
+        """Exchange of the gradient: cut and join change places."""
         return Exchange(self.join, self.cut, self.parts, self.balanced)
 
     def shape(self, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-        """Shape of what a rank has in the end; ValueError when it cannot be cut or joined so."""
+        """Shape of what a rank has in the end; ValueError where there is none."""
         sizes = list(shape)
         for dim, what in ((self.cut, "to cut"), (self.join, "to join along")):
             if dim is not None and not -len(sizes) <= dim < len(sizes):
@@ -150,7 +150,7 @@ class Exchange:
         )
 
     def wait(self, started: UnderWay, group: Group, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Wait for what `start` gave, and join it; `dtype` is one of 8 bits, sent as bytes."""
+        """Wait for what `start` gave, and join it; `dtype` of 8 bits is sent as bytes."""
         started.work.wait()
         y = started.arriving
         y = y if self.join is None else self._join(y, self.join, group.size)

@@ -66,7 +66,7 @@ def _rank(groups: tuple[Group, ...]) -> int:
 def stream_of(
     seed: torch.Tensor, number: int, shape: tuple[int, ...], batch_dim: int | None = None, share: Share | None = None
 ) -> RandomStream:
-    """The random stream `number` of a call by its (seed, offset), for an op with such an input."""
+    """The random stream `number` of a call by its (seed, offset), for an op."""
     value, offset = seed.tolist()
     placed = None if share is None else share.placed(shape, batch_dim)
     return RandomStream(value, offset, number, *batch_layout(shape, batch_dim), placed)

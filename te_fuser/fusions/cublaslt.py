@@ -68,7 +68,7 @@ def why_no_backward(m: Match) -> str | None:
 
 
 def why_no_bias(m: Match, at: int = 1) -> str | None:
-    """Reason against the bias of op `at` in an epilogue, which takes it in the product's dtype."""
+    """Reason against the bias of op `at` in an epilogue, in the product's dtype."""
     dtype = m[at].dtype_of("bias")
     return None if dtype == m.dtype else f"the bias is in {dtype}, the product in {m.dtype}"
 

@@ -69,7 +69,7 @@ def _form(m: Match) -> Float8Form:
 
 
 def _own_scalings(m: Match) -> tuple[OwnScales, ...] | None:
-    """Rules by which factors get scales from themselves, where a product quantizes them itself."""
+    """Rules by which factors get scales where a product quantizes them itself."""
     form = _form(m)
     return None if form.comes_quantized else form.scalings
 

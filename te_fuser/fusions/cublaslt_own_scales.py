@@ -207,7 +207,7 @@ def _sides_of_weight(m: Match) -> str:
 
 
 def _by_blocks(m: Match, method: str, kind: str) -> ByBlocks | None:
-    """Way in which a direction runs with x, or dy, by blocks, as generated kernels make them."""
+    """Way in which a direction runs with x, or dy, by blocks of generated kernels."""
     op, role = _op(m), 0 if method == "forward" else 2
     if _scaling(m, role) != _OF_KERNELS or not asked(_are_whole_fours, m.x.rows):
         return None

@@ -202,7 +202,7 @@ def fusion(
 def chosen(
     name: str, direction: str, pattern: Sequence[PatternPart], doc: str, registered: bool = True, **said: Any
 ) -> Fusion:
-    """Declare a fusion whose `choose` gives what runs in a match; `said` as `Fusion` has it."""
+    """Declare a fusion whose `choose` gives what runs; `said` as `Fusion` has it."""
     entry = Fusion(name, direction, check(pattern, name), None, None, doc=doc, **said)
     return register(entry) if registered else entry
 

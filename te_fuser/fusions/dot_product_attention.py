@@ -239,7 +239,7 @@ def declare(provider: Provider, registered: bool = True) -> Fusion:
 
 
 def _compiles(provider: Provider, m: Match, direction: str, needed: frozenset[str]) -> Iterable[WrittenKernel]:
-    """Kernels that blank rows, and pack gradients where backward covers more than attention."""
+    """Kernels that blank rows, and pack gradients where ops before are covered."""
     if _blanks(provider, m):
         yield lengths.BlankRows(m.dtype)
         if _op(m).hides.padded:

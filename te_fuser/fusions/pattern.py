@@ -146,7 +146,7 @@ class _List:
     places: Sequence[tuple[Place, ...]]
 
     def ends(self, kind: type[FusableOperation], at: int) -> Iterator[int]:
-        """Stops of the op, or of runs of ops of one fused operation, at `at`, of this kind."""
+        """Stops of the op, or of runs of ops of one fused operation, at `at`."""
         if at >= len(self.ops):
             return
         if not issubclass(kind, FusedOperation):

@@ -102,7 +102,7 @@ def _why_not_swiglu(m: Match) -> bool | str:
 
 
 def _why_not_onto(m: Match, at: int) -> str | None:
-    """Reason why the weight gradient of op `at` cannot go to its main_grad in the same step."""
+    """Reason why the weight gradient of op `at` cannot go to its main_grad here."""
     if m[at].accumulate_into_main_grad and m[at].own_dtype_of("weight") != m[at].dtype_of("weight"):
         return "it reads the weight as it is cast, and main_grad is that of the weight itself"
     return None
@@ -112,7 +112,7 @@ def _why_not_onto(m: Match, at: int) -> str | None:
 
 
 def _cost(m: Match, kind: str, share: float, at: int = 0) -> Cost:
-    """Cost of a product that moves what cuBLASLt's moves, at a share of a plain product's rate."""
+    """Cost of a product that moves as cuBLASLt's, at a share of a plain one's rate."""
     return replace(cost_of(m, kind, at), efficiency=share, calls=CALLS)
 
 
@@ -242,7 +242,7 @@ def _why_not_gelu_8(m: Match, bias: int, recorded: bool) -> str | bool:
 
 
 def _cost_8(m: Match, more: int = 0) -> Cost:
-    """Cost of the product, with so many bytes more for each number of its output, at its rate."""
+    """Cost of the product, with so many bytes more for a number of its output."""
     made = cublaslt_float8.cost_of(m, "y")
     return replace(made, written=made.written + more * (made.written / 2), efficiency=_BIAS_8, calls=CALLS)
 

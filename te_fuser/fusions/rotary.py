@@ -48,7 +48,7 @@ def why_no_kernel(m: Match) -> str | None:
 
 
 def why_not_scaled(m: Match) -> str | None:
-    """Reason why no kernel that quantizes stands for QuantizeGradient at the match's beginning."""
+    """Reason why no kernel stands for QuantizeGradient at the match's beginning."""
     if m[0].kind is QuantizeGradient and m[0].own is not None:
         return "its scale follows from the gradient that it quantizes, which has to be there first"
     if m[0].kind is QuantizeGradient and not m[0].reads("amax"):

@@ -38,7 +38,7 @@ class KeptLists(dict[Members, tuple[Facts, Sequential]]):
 
 
 def run_list(module: nn.Module, members: Members, x: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
-    """y of x by a list of these members, kept by the module until one of its parts is another."""
+    """y of x by a list of these members, kept until one of the parts is another."""
     if torch.compiler.is_compiling():
         from te_fuser.fuser.run.dynamo_break import outside_tracing
 

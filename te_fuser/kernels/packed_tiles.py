@@ -66,7 +66,7 @@ class PackedTiles(TextKernel[_native.CudaKernel]):
 
     @property
     def blocks(self) -> int:
-        """Blocks of a multiprocessor; in blocks of numbers these wait for scales in shared memory."""
+        """Blocks of a multiprocessor; by blocks, numbers wait in shared memory."""
         if not self.in_blocks:
             return _BLOCKS
         return _WAITING_BLOCKS if self.dtype.itemsize == 2 else 2
@@ -88,7 +88,7 @@ class PackedTiles(TextKernel[_native.CudaKernel]):
         return constants_of(names, integers, flags)
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
-        """The native kernel of three parts, scale and amax (not by blocks); rows, turned, and sums if any."""
+        """The native kernel of three parts, scale and amax; rows, turned, sums."""
         stored = name_of(self.stored)
         scaled = 0 if self.in_blocks else 2
         tensors = [(name_of(self.dtype), _ACCESS)] * 3 + [("float32", 4)] * scaled
@@ -117,7 +117,7 @@ Packed8 = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None"]
 
 
 class TilePacking:
-    """Packs the gradients of q, k and v in 8 bits, in both layouts, by forms that are kept."""
+    """Packs the gradients of q, k and v in 8 bits, in both layouts."""
 
     def __init__(self, heads: PackedHeads) -> None:
         self._heads = heads

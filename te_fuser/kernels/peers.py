@@ -98,7 +98,7 @@ def _why_no_peers(group: Group, device: torch.device) -> str | None:
 
 
 class Peers:
-    """The buffers of a group on a device, which grow on all ranks when an exchange needs more."""
+    """Buffers of a group on a device, which grow on all ranks when needed."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self.ranks, self.rank = group.size, group.rank
@@ -113,7 +113,7 @@ class Peers:
         self._given_up = ""  # why nothing is exchanged any more
 
     def buffers(self, block_bytes: int) -> _native.PeerBuffers:
-        """Buffers for one more exchange of blocks of such a size; all ranks ask in the same order."""
+        """Buffers for one more exchange of such blocks; all ranks ask in one order."""
         self.check()
         self._started += 1
         found = self._native
@@ -139,7 +139,7 @@ class Peers:
             buffers.mark()
 
     def look(self) -> None:
-        """End what the device waits for since the group's timeout, where nothing was started meanwhile."""
+        """End what the device waits for since the group's timeout."""
         now, longest = time.monotonic(), consistency.timeout(self._group)
         if self.is_done() or self._seen != self._started:
             self._seen, self._since = self._started, now
@@ -230,7 +230,7 @@ class ByCopies:
 
 
 class _Copies:
-    """Copies under way, and tensors that may not be freed before; `blocks` are to be added up."""
+    """Copies under way, with their tensors; `blocks` are to be added up."""
 
     def __init__(
         self,
@@ -310,7 +310,7 @@ _ending = threading.Event()
 
 @functools.cache
 def _watch() -> None:
-    """Look at all peers now and then: no backend ends what a device waits for another rank for."""
+    """Look at all peers now and then: no backend ends what a device waits for."""
 
     def run() -> None:
         while not _ending.wait(_LOOK):

@@ -160,7 +160,7 @@ class OpCall:
 
 @record()
 class LoweredOp:
-    """An op with parameters and place; `aside` are bindings that a pass gives to what it puts there."""
+    """An op with parameters and place; `aside` are bindings of what a pass puts there."""
 
     op: FusableOperation
     bindings: Mapping[str, Binding]

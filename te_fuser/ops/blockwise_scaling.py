@@ -14,7 +14,7 @@ def scales_of(t: torch.Tensor, dtype: torch.dtype, scaling: OwnScales) -> torch.
 
 
 def scale_by(amax: torch.Tensor, dtype: torch.dtype, scaling: OwnScales) -> torch.Tensor:
-    """The scales that follow from largest magnitudes, float32 or float64, of a dtype of 8 bits."""
+    """Scales of a dtype of 8 bits that follow from largest magnitudes."""
     least = amax.clamp_min(scaling.by.amax_epsilon)
     largest = torch.full_like(least, torch.finfo(dtype).max)  # a number over a tensor is rounded twice
     scale = (largest / least).clamp_max(torch.finfo(torch.float32).max)
@@ -45,7 +45,7 @@ def dequantized(t: torch.Tensor, dtype: torch.dtype, scaling: OwnScales) -> torc
 
 
 def spread(numbers: torch.Tensor, shape: torch.Size, block: Block | None) -> torch.Tensor:
-    """Numbers of blocks for each element of a matrix of that shape; a number of all as it is."""
+    """Numbers of blocks for each element of a matrix; one of all as it is."""
     if block is None:
         return numbers
     down, across = (torch.arange(size, device=numbers.device) // side for size, side in zip(shape, block, strict=True))

@@ -140,7 +140,7 @@ def no_module(kind: str, given: Any) -> TypeError:
 
 
 def described(given: Any) -> str:
-    """Words for what was given: a tensor by its shape, a class as one, others by their class."""
+    """Words for what was given: a tensor by its shape, others by their class."""
     kind = type(given)
     if isinstance(given, torch.Tensor):
         return f"a {kind.__name__} of shape {list(given.shape)}"
@@ -189,7 +189,7 @@ def check_floating(x: Spec, takes: str = "te_fuser ops take") -> None:
 
 
 def must_say(**choices: str) -> Callable[[Callable[Concatenate[Any, _P], None]], Callable[Concatenate[Any, _P], None]]:
-    """Decorator of a constructor with keywords without default: errors for missing ones say choices."""
+    """Decorator of a constructor with keywords that errors say the choices of."""
 
     def around(init: Callable[Concatenate[Any, _P], None]) -> Callable[Concatenate[Any, _P], None]:
         @functools.wraps(init)

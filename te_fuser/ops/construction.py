@@ -62,7 +62,7 @@ def fill(parameter: torch.nn.Parameter | None, number: float) -> None:
 
 
 def alike(op: Op, features: int, **changed: Any) -> Op:
-    """An op of the same kind and attributes for so many features, on the meta device if it can be."""
+    """An op of the same kind and attributes for so many features."""
     given: dict[str, Any] = {}
     for name, argument in inspect.signature(type(op)).parameters.items():
         value = getattr(op, name, argument.empty)

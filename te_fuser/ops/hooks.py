@@ -79,7 +79,7 @@ def hook_facts(hooks: Iterable[dict[int, Any]]) -> Facts:
 
 
 def facts_of_parts(whole: FusableOperation) -> Facts:
-    """Facts that the ops that another is lowered to are these, with these attributes and hooks."""
+    """Facts that an op's parts are these, with these attributes and hooks."""
     parts = tuple(whole._modules.values())
     ops = [part for part in parts if isinstance(part, FusableOperation)]
     hooks = hook_facts(kind for op in ops for kind in hooks_of(op))

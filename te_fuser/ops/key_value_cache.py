@@ -98,11 +98,7 @@ class KeyValueCache(OfHeads):
         return (Gradient(("input",), (), "no_gradient"),)
 
     def no_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        """Refuse a gradient: what later calls read of the caches is not known.
-
-        Raises:
-            RuntimeError: in each call.
-        """
+        """Refuse a gradient: what later calls read of the caches is not known."""
         raise RuntimeError("KeyValueCache has no gradient: call the model under torch.no_grad()")
 
     def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:

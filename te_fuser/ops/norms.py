@@ -126,7 +126,7 @@ def _check_sizes(norm: str, x: Spec, sizes: tuple[int, ...]) -> None:
 
 
 def normalize(x: Any, eps: float, features: int) -> Any:
-    """(x - mean(x)) / sqrt(var(x) + eps) of each row, by the uncorrected variance; exactly 0 of one feature."""
+    """(x - mean(x)) / sqrt(var(x) + eps) of each row; exactly 0 of one feature."""
     centered = x - (x if features == 1 else row_mean(x))
     return centered * rsqrt(row_mean(centered * centered) + eps)
 

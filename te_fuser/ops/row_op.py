@@ -58,11 +58,7 @@ class RowOp(FusableOperation):
         return None
 
     def arguments(self) -> tuple[str, ...]:
-        """The names of compute's arguments after x.
-
-        Raises:
-            TypeError: when there is no formula, or an argument that is neither a tensor's name nor `name=None`.
-        """
+        """The names of compute's arguments after x."""
         return tuple(_arguments(type(self).compute, type(self).__name__))
 
     def required(self) -> tuple[str, ...]:

@@ -80,11 +80,7 @@ class Cut(OfRanks, FusableOperation):
         return self.parallel_mode is not None and self.group.size > 1
 
     def share(self, size: int, name: str) -> int:
-        """A rank's part of a size.
-
-        Raises:
-            ValueError: when there are no equal parts.
-        """
+        """A rank's part of a size."""
         ranks = self.group.size
         if size % ranks:
             raise ValueError(

@@ -92,7 +92,7 @@ _known: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # which have param
 
 
 class _Layouts(dict[str, Laid]):
-    """Layouts of a module's parameters that lie in parts; copies and pickles get their own."""
+    """Layouts of a module's parameters that lie in parts; copies have their own."""
 
     def __init__(self, owner: torch.nn.Module, laid: Mapping[str, Laid]) -> None:
         super().__init__(laid)
@@ -117,7 +117,7 @@ def set_laid(owner: torch.nn.Module, name: str, laid: Laid) -> None:
 
 
 def keep_whole_shapes(owner: torch.nn.Module) -> None:
-    """Let checkpoints of a module have the whole model's shapes, of which each rank takes its part."""
+    """Let checkpoints of a module have the whole model's shapes."""
     hooks: Iterable[Any] = owner._load_state_dict_pre_hooks.values()
     if any(hook.hook is _take_whole for hook in hooks):
         return
@@ -144,7 +144,7 @@ _watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def _watch_optimizer(optimizer: torch.optim.Optimizer, *call: Any) -> None:
-    """Give the `state_dict` of an optimizer of such parameters the shapes of the whole, before a step."""
+    """Give an optimizer's `state_dict` the shapes of the whole, before a step."""
     if optimizer in _watched or not any(True for _ in _those_laid(optimizer)):
         return
     _watched.add(optimizer)

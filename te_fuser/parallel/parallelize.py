@@ -211,7 +211,7 @@ def cut_sequence(x: torch.Tensor, group: Any, dim: int = 0, balanced: bool = Fal
 
 
 def _share_presets(model: torch.nn.Module, mesh: DeviceMesh, sequence_parallel: bool, sequence_dim: int) -> None:
-    """Let the ranks of a mesh share the attentions and MLPs in a model, as `set_parallel_mode=True` does."""
+    """Let the ranks of a mesh share the attentions and MLPs in a model."""
     group = Group.of("parallelize", mesh)
     presets = [m for m in model.modules() if isinstance(m, Preset)]
     parts: dict[torch.nn.Module, dict[str, Parts]] = {}
@@ -262,7 +262,7 @@ def _set_preset(preset: Preset, group: Group, sequence_parallel: bool, sequence_
 
 
 def _parts_of(preset: Preset) -> dict[torch.nn.Module, dict[str, Parts]]:
-    """Parameters of a preset, and of those in it, in which several parts lie side by side, and which."""
+    """Parameters of a preset, and of those in it, that have parts, and which."""
     if isinstance(preset, LayerNormMLP):
         gates = [m for m in preset.children() if isinstance(m, GatedUnit)]
         return {preset: dict.fromkeys(("fc1_weight", "fc1_bias"), 2)} if gates else {}

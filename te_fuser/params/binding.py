@@ -31,12 +31,12 @@ class Binding:
 
     @property
     def key(self) -> Key:
-        """Key of the parameter, equal for all its bindings, whichever copy that shares it is the owner."""
+        """Key of the parameter, equal for all its bindings, whichever copy has it."""
         return id(self.owner._parameters), self.name
 
     @property
     def computed(self) -> bool:
-        """True where the parameter is computed, as by torch.nn.utils.parametrize, and no tensor is stored."""
+        """True where the parameter is computed, and no tensor is stored."""
         return _stored(self.owner, self.name) is None
 
     def get(self) -> torch.Tensor:
@@ -135,7 +135,7 @@ _standing: ContextVar[StandIns | None] = ContextVar("standing", default=None)
 
 
 def standing_in(known: StandIns) -> AbstractContextManager[StandIns]:
-    """Context in which ops get the stand-ins of parameters that are computed, and nothing is computed."""
+    """Context in which ops get stand-ins of computed parameters."""
     return being(_standing, {**(_standing.get() or {}), **known})
 
 

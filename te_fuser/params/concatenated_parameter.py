@@ -142,7 +142,7 @@ class JoinedBinding(WeakBinding):
         return whole
 
     def _placed(self, parts: Sequence[torch.Tensor]) -> Facts:
-        """Facts that these are the parts and lie where they lie; on a GPU the stream is the same."""
+        """Facts that these are the parts, where they lie, on a GPU's stream."""
         dicts = [(part()._parameters, last) for part, last in self.__dict__["_places"]]
         placed = [(*at, t, _native.tensor_place(t)) for at, t in zip(dicts, parts, strict=True)]
         of_others = owned(self.owner, [name for name in self.names if "." in name])
@@ -192,7 +192,7 @@ Places = list[tuple[int, int, int, Callable[..., torch.Tensor]]]
 
 
 def kept_in_parts(kept: Sequence[Any], joined: Sequence[int]) -> tuple[list[Any], Places]:
-    """Tensors kept for backward, with parts in place of joined copies, which die with forward."""
+    """Tensors kept for backward, with parts in place of joined copies."""
     found, places = list(kept), Places()
     for place in joined:
         of = joined_of(found[place])
@@ -261,7 +261,7 @@ class Together(HoldsScales):
         self._settle()
 
     def _settle(self) -> None:
-        """Drop joined tensors and bring parts into one buffer again, for parameters may be others."""
+        """Drop joined tensors and bring parts into one buffer again."""
         self.__dict__.get("_wholes", {}).clear()
         for names in getattr(self, "_kept_together", ()):
             parts = self._found(names)

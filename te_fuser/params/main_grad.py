@@ -41,7 +41,7 @@ _earlier = ContextVar("_earlier", default=-1)
 
 
 def of_backward(number: int) -> contextlib.AbstractContextManager[int]:
-    """Treat gradients written in here, outside of autograd, as those of that earlier backward."""
+    """Treat gradients written in here as those of that earlier backward."""
     return being(_earlier, number)
 
 
@@ -77,7 +77,7 @@ def put_gradient(
 
 
 def main_grad_to_write(weight: torch.Tensor, over: bool = False) -> tuple[torch.Tensor, bool]:
-    """Tensor for a weight's gradient now, and whether to write over it; asking counts as writing."""
+    """Tensor for a weight's gradient now, and whether to write over it."""
     held = held_main_grad(weight)
     want = f"{list(weight.shape)} on {weight.device}"
     if held is None:
@@ -173,7 +173,7 @@ def restored(weights: Iterable[torch.Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def caught(weight: torch.Tensor) -> Iterator[torch.Tensor | None]:
-    """Yield what a backward in here gives to main_grad, which has it afterwards; None: there is none."""
+    """Yield what a backward in here gives to main_grad; None: there is none."""
     parts = parts_of(weight) or (weight,)
     held = [held_main_grad(part) for part in parts]
     first = next((t for t in held if t is not None), None)

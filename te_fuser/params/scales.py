@@ -229,7 +229,7 @@ class States(dict[str, Any], Aside):
         return {name: t for found in made for name, t in found.items()}
 
     def recorded(self, without: Collection[str] = ()) -> dict[str, list[float]]:
-        """Amaxes of calls and those that wait, as `waiting`, in no history yet; but for buffers `without`."""
+        """Amaxes of calls and those that wait, as `waiting`, but for buffers `without`."""
         with _disable_current_modes():
             found = {s.prefix: s.recorded() for s in self.values() if s.prefix + SCALE not in without}
             for prefix, amaxes in self.waiting.items():
@@ -296,11 +296,7 @@ class HoldsScales(torch.nn.Module):
         note_scaled(self)
 
     def reset_scales(self) -> None:
-        """Begin anew, with scales of 1 and no amaxes: in other tensors, as who has saved the old ones keeps them.
-
-        Raises:
-            RuntimeError: where weights are in 8 bits alone, which are filled by nothing but a checkpoint.
-        """
+        """Begin anew, with scales of 1 and no amaxes: in other tensors, as who has saved the old ones keeps them."""
         if NARROW in self.__dict__:
             raise RuntimeError(
                 f"{type(self).__name__} has its weights in 8 bits alone, and cannot fill them anew: load a checkpoint, "
@@ -413,7 +409,7 @@ def loads_plainly(module: torch.nn.Module) -> bool:
 def _scales_in(
     module: torch.nn.Module, state_dict: dict[str, Any], prefix: str
 ) -> Iterator[tuple[str, torch.nn.Module, str, torch.Tensor]]:
-    """Key, owner, name and tensor in a checkpoint of a module and those in it that load plainly."""
+    """Key, owner, name and tensor of scales in a checkpoint of a module."""
     for key, found in [*state_dict.items()]:
         path, _, name = key.removeprefix(prefix).rpartition(".")
         if not (key.startswith(prefix) and name.endswith((SCALE, HISTORY))):

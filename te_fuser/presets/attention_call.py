@@ -117,7 +117,7 @@ class AttentionCall:
         return found
 
     def argument(self, name: str) -> str:
-        """Keyword of an argument in calls; self attention in a layer prefixes `attn_mask_type` alone."""
+        """Keyword of an argument in calls, with a layer's prefix."""
         return f"{self.prefix}{name}" if self.prefix == CROSS or name == "attn_mask_type" else name
 
     @property

@@ -278,9 +278,6 @@ class Preset(Together, Variants):
         """Members of the list: those that `relist` put there, or their replacements, and those appended.
 
         A module that is assigned to a name of its own is no op of the list, as in modules that are no lists.
-
-        Raises:
-            AttributeError: when one of them is gone.
         """
         gone = [name for name in self._listed if self._modules.get(name) is None]
         if gone:
@@ -363,12 +360,7 @@ class Preset(Together, Variants):
     def product(
         self, in_features: int, out_features: int, mode: str | None = None, overwrite_main_grad: bool = False
     ) -> ops.MatMul:
-        """A product to be bound to a weight.
-
-        Args:
-            mode: how the ranks of the group share it, see `ops.Cut`.
-            overwrite_main_grad: whether the weight's gradient is written over its main_grad.
-        """
+        """A product to be bound to a weight; `mode` is how ranks share it, see `ops.Cut`."""
         made = ops.MatMul(
             in_features,
             out_features,
@@ -474,5 +466,5 @@ _last_load: list[Any] = [None]
 
 
 def cut(dim: int, is_cut: bool = True) -> dict[str, Any]:
-    """The marks of a parameter that ranks would cut along a dimension, as Megatron reads them."""
+    """Marks of a parameter that ranks cut along a dimension, for Megatron."""
     return {"tensor_model_parallel": is_cut, "partition_dim": dim if is_cut else -1, "partition_stride": 1}

@@ -165,11 +165,7 @@ class InferenceParams:
                     cache.narrow(1 - self._batch_dim[key], 0, longest).index_fill_(self._batch_dim[key], rows, 0.0)
 
     def rows(self, wanted: CacheRequest, batch: int, positions: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Starts, counts and lengths behind the step, whole numbers [batch] on the device, by `pre_step`.
-
-        Raises:
-            ValueError: when the call has other sizes than the step.
-        """
+        """Starts, counts and lengths behind the step, whole numbers [batch] on the device, by `pre_step`."""
         told, longest = len(self._steps), max(self._steps, default=0)
         if not told:
             raise ValueError(
@@ -190,11 +186,7 @@ class InferenceParams:
         return self._lengths[device][:, :batch].unbind()
 
     def check_writer(self, wanted: CacheRequest) -> None:
-        """Refuse an attention whose caches another one writes in this step.
-
-        Raises:
-            ValueError: naming the number that both have.
-        """
+        """Refuse an attention whose caches another one writes in this step."""
         step = self._told, *(() if self._by_steps else (int(self.sequence_len_offset), int(self.batch_size_offset)))
         writer, last = self._writers.get(wanted.key, (None, None))
         other = None if writer is None or last != step else writer()
@@ -206,11 +198,7 @@ class InferenceParams:
         self._writers[wanted.key] = weakref.ref(wanted.writer), step
 
     def check(self, wanted: CacheRequest, heads: int) -> None:
-        """Refuse an attention whose heads are not those that the caches were announced for.
-
-        Raises:
-            ValueError: saying what it has.
-        """
+        """Refuse an attention whose heads are not those that the caches were announced for."""
         channels = [features // heads for features in wanted.features]
         said = (self.num_heads_kv, self.head_dim_k, self.head_dim_v)
         for name, given, is_now in zip(

@@ -200,7 +200,7 @@ def taken(preset: type, arguments: type[Arguments], keywords: Mapping[str, Any])
 
 
 def check_call(preset: Any, call: Mapping[str, Any], names: Collection[str] | None = None) -> None:
-    """Refuse keywords of a call that are none of `names`, by default `outputs` and those of ops."""
+    """Refuse keywords of a call that are none of `names`, or of ops."""
     if names is None:
         parts = preset._prepared() if call.keys() - {"outputs"} else ()
         names = {"outputs", *(name for part in parts for name in names_read(part))}
@@ -228,7 +228,7 @@ def stacklevel_of_user() -> int:
 
 
 def _asks_nothing(arguments: type[PlacementArguments], name: str, keywords: Mapping[str, Any]) -> bool:
-    """True for a value that asks nothing of Transformer Engine either, of an argument without effect."""
+    """True for a value of an argument without effect that asks for nothing."""
     nothing = WITHOUT_EFFECT.get(name, (False, None))
     if nothing is None or any(keywords[name] is n for n in nothing):
         return True

@@ -191,11 +191,7 @@ class LayerNormMLP(Preset):
         return activation_op(self.common.activation, self.common.activation_params)
 
     def variant_ops(self, over: bool = False) -> Iterable[torch.nn.Module]:  # type: ignore[override]
-        """The ops of a call.
-
-        Args:
-            over: whether gradients of weights are written over their main_grad.
-        """
+        """The ops of a call; `over`: weights' gradients are written over their main_grad."""
         return map(self.writing_over, self.own_ops()) if over else self._ops()
 
     def _ops(self) -> Iterator[torch.nn.Module]:

@@ -245,11 +245,7 @@ class MultiheadAttention(ContextParallel):
     ) -> Iterator[tuple[str, torch.nn.Module]]:
         """The list, with what a call of this kind has.
 
-        Args:
-            call: how it is asked, None: as usually.
-            rotary: "pair" where it gives angles of queries and of keys.
-            over: whether gradients of weights are written over their main_grad.
-            caches: whether it continues sequences.
+        `rotary` is "pair" where it gives angles of queries and of keys; `over` writes gradients over main_grad.
         """
         call = call or self._core.common.call()
         names = {module: name for name, module in self._modules.items()}
@@ -326,14 +322,7 @@ class MultiheadAttention(ContextParallel):
         inference_params: Any = None,
         hidden_states: torch.Tensor | None = None,
     ) -> tuple[dict[str, Hashable], dict[str, torch.Tensor]]:
-        """Differences from the list itself, as keywords of `variant`, and the tensors that ops read by name.
-
-        Args:
-            hidden_states: the input that caches are made for, where there are inference_params.
-
-        Raises:
-            TypeError, ValueError: for what the preset does not take, or what is missing.
-        """
+        """Differences from the list itself, as keywords of `variant`, and the tensors that ops read by name."""
         self._pack()
         continues = inference_params is not None
         if continues and self.crosses:

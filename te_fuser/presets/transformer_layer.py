@@ -223,11 +223,7 @@ class TransformerLayer(ContextParallel):
         inter_attention: tuple[tuple[str, Hashable], ...] = (),
         over: bool = False,
     ) -> Iterator[tuple[str, torch.nn.Module]]:
-        """The list, with these variants of its attentions.
-
-        Args:
-            over: whether gradients of weights are written over their main_grad.
-        """
+        """The list, with these variants of its attentions; `over` writes gradients over main_grad."""
         attention = _variant(self.self_attention, self_attention, over)
         mlp = first_or_later(self.layernorm_mlp, over)
         if self.common.parallel_attention_mlp:

@@ -67,7 +67,7 @@ def _on_host(numbers: torch.Tensor) -> Callable[[], list[int]]:
 
 @functools.lru_cache(64)
 def _counts(count: int, brings: bool, device: torch.device) -> torch.Tensor:
-    """Numbers of products, turned round, and who brings: kept, as a copy to the GPU waits for it."""
+    """Numbers of products, turned round, and who brings, kept on the device."""
     return torch.tensor([count, -count, -int(brings)], dtype=torch.int32, device=device)
 
 

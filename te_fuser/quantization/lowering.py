@@ -331,7 +331,7 @@ def _device_in(weight: Binding) -> torch.device:
 
 
 def _apart(weight: Binding, product: MatMul, reads: bool) -> State:
-    """A state of nobody: with the numbers of a product for a reference, else without values."""
+    """A state of nobody: with a product's numbers, else without values."""
     state = State(torch.nn.Module(), weight.name)
     if reads:
         own = state_of(weight)

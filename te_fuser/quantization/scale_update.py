@@ -220,7 +220,7 @@ _kernels: weakref.WeakKeyDictionary[Block, BlockKernel] = weakref.WeakKeyDiction
 
 
 def _kernel_of(block: Block) -> tuple[BlockKernel | None, list[State]]:
-    """The kernel of a block, and its products that PyTorch folds, as functions of users do."""
+    """The kernel of a block, and its products that PyTorch folds."""
     kept = _kernels.get(block)
     if kept is not None and kept.alone == changes[0] and still_hold(kept.facts):
         return kept, []
@@ -269,7 +269,7 @@ def _at_entry(region: Region) -> None:
 
 
 def _begin(region: Region) -> None:
-    """Update at an entry. Ranks are asked where gradients are on: an evaluation waits for nobody."""
+    """Update at an entry, with other ranks where gradients are on."""
     if is_capturing():
         raise NotImplementedError(
             "a region of FP8 is entered while a CUDA graph is captured: replays would enter none; enter it around "

@@ -43,7 +43,7 @@ OWN = (
 
 
 def keep(found: Sequence[tuple[State, Binding]], records: bool) -> None:
-    """Quantize weights in a first micro-batch, or where nothing is kept; `records`: their amaxes."""
+    """Quantize weights in a first micro-batch, or where nothing is kept."""
     if not found:
         return
     states = dict(found)

@@ -108,7 +108,7 @@ def blank_by_torch(x: torch.Tensor, blanks: Blanks) -> None:
 
 
 def blank_by_kernel(x: torch.Tensor, blanks: Blanks) -> None:
-    """Blank x [S, B, F], [B, S, F] or [T, F] on a GPU, in one launch; plans compile the kernel."""
+    """Blank x [S, B, F], [B, S, F] or [T, F] in one launch; plans compile the kernel."""
     like, own, other = blanks.counts, blanks.own, blanks.other or Side(1)
     if like is None or not x.numel():
         return
@@ -197,7 +197,7 @@ class Sides:
         return queries, queries if self.keys is None else _clamped(self.keys)
 
     def blank(self, by_input: Mapping[str, torch.Tensor], blank: Blank | None) -> None:
-        """Make rows that no kernel writes zero and NaN, in tensors by input, for who reads them."""
+        """Make rows that no kernel writes zero and NaN, in tensors by input."""
         if blank is None:
             return
         for name, tensor in by_input.items():
@@ -236,7 +236,7 @@ class Slots:
 
     @classmethod
     def of(cls, call: HeadsCall, sides: Sides, all_rows: bool = True) -> Slots | None:
-        """Slots of a call, if samples are not whole; `all_rows`: and behind the last sequence."""
+        """Slots of a call, if samples are not whole; `all_rows`: behind the last, too."""
         mask, (q, k, _) = call.settings.mask, call.heads
         if not mask.counts:
             return None

@@ -143,7 +143,7 @@ class Provider:
     def gradients_apart(
         self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor
     ) -> tuple[Gradients, Callable[..., Gradients]]:
-        """Gradients of packed heads, and the views that group them for `packed_heads.Packing`."""
+        """Gradients of packed heads, and the views that group them."""
         call = PackedCall.of(settings, tensors, self._readable)
         if call.is_empty:
             return settings.packed.split(call.zeros()["input"]), lambda *parts: parts

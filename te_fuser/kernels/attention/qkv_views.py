@@ -144,7 +144,7 @@ class Views:
         return dq, self._grouped(dk, 1).squeeze(2), self._grouped(dv, 1).squeeze(2)
 
     def pack(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Gradient of the packed input: one concatenation where all lie in its order, else three copies."""
+        """Gradient of the packed input: one concatenation in order, else three copies."""
         heads = self.settings.packed
         parts = [part.permute(self.order) for part in (dq, dk.unsqueeze(2), dv.unsqueeze(2))]
         if dq.dtype != dtype or not all(part.is_contiguous() for part in parts):

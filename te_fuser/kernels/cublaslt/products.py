@@ -219,7 +219,7 @@ def takes_any_layout(device: torch.device, capability: tuple[int, int] | None = 
 
 
 def obstacle_on(device: torch.device, capability: tuple[int, int] | None = None, scales: str = "tensor") -> str | None:
-    """Reason why a device, or such a GPU, has no products of 8 bits with such `Recipe.scales`."""
+    """Reason why a device has no products of 8 bits with such `Recipe.scales`."""
     if device.type != "cuda":
         return f"cuBLASLt runs on cuda, the input is on {device.type}"
     at_hand = capability is None
@@ -241,7 +241,7 @@ def obstacle_on(device: torch.device, capability: tuple[int, int] | None = None,
 
 
 def check_machine(device: torch.device, scales: str = "tensor") -> None:
-    """Refuse FP8 on a GPU that would emulate it, unless `te_fuser.config.emulate_fp8` is set."""
+    """Refuse FP8 on a GPU that would emulate it, unless the config says so."""
     if device.type != "cuda" or config.emulate_fp8:
         return
     why = obstacle_on(device, scales=scales)

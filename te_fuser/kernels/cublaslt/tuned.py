@@ -156,7 +156,7 @@ def found_for(form: ProductForm, problem: ProductProblem) -> TunedAlgorithm | No
 
 
 def algorithm_of(form: ProductForm, problem: tuple[int, ...]) -> bytes | None:
-    """The algorithm to run a problem by, when it is first met; None: the library's first guess."""
+    """The algorithm to run a problem by; None: the library's first guess."""
     found = found_for(form, ProductProblem(*problem))
     return found.algorithm if found is not None and not found.dropped else None
 

@@ -123,7 +123,7 @@ class CudnnProblem(Protocol):
 
 
 class CudnnGraph:
-    """A graph that cuDNN supports, and how it is run; its kernel is chosen and loaded at the first run."""
+    """A graph that cuDNN supports; its kernel is chosen and loaded at the first run."""
 
     def __init__(self, problem: CudnnProblem, described: Described, what: str) -> None:
         self._device, self._words = problem.device, f"cuDNN's {what} failed for {problem}"
@@ -237,7 +237,7 @@ def graph_for(problem: AttentionBackward) -> BackwardGraph | str:
 
 
 def made(problem: P, make: Callable[[P], G], direction: str) -> G | str:
-    """Make a graph of a problem, or say why cuDNN does not take it; no stream may be captured."""
+    """Make a graph of a problem, or say why cuDNN does not take it."""
     with torch.cuda.device(problem.device):
         refuse_capture(_UNMADE)
         give_context(problem.device)
@@ -319,7 +319,7 @@ def _described_forward(cudnn: Any, p: Banded, handle: Any) -> tuple[Any, tuple[i
 
 
 def _described_backward(cudnn: Any, p: Banded | AttentionBackward, handle: Any) -> tuple[Any, tuple[int, ...]]:
-    """The graph as the front end is told it, and its tensors' numbers in the order of arguments."""
+    """The graph as the front end is told it, and its tensors' numbers in order."""
     d = _Description(cudnn, p, handle)
     read = {name: d.add(name, form) for name, form in zip(("q", "k", "v"), (p.q, p.k, p.v), strict=True)}
     read |= {name: d.add(name, p.out) for name in ("o", "dO")}

@@ -63,7 +63,7 @@ class Package:
         return None
 
     def unusable(self, changes: Callable[[], Iterable[str | None]]) -> str | None:
-        """Reason why the package cannot be called as it was; `changes` gives each `why_changed`."""
+        """Reason why the package cannot be called as it was, by `changes`."""
         version = self.version()
         try:
             with Progress(f"importing {self.name} {version}"):
@@ -149,7 +149,7 @@ def refuse_capture(needed: str) -> None:
 
 
 class FirstRuns:
-    """Calls of a package that compiles a kernel when a form first runs: in one thread, and in no capture."""
+    """Calls of a package that compiles a kernel when a form first runs."""
 
     def __init__(self, package: str) -> None:
         self._package, self._unmade = package, f"kernels of {package} that are compiled at their first run"
@@ -164,7 +164,7 @@ class FirstRuns:
         tensors: Sequence[torch.Tensor | None],
         failed: Callable[[Exception], Exception],
     ) -> Any:
-        """Call what prepare() made at the form's first run; `failed` words errors, but out of memory."""
+        """Call what prepare() made at the form's first run; `failed` words errors."""
         with torch.cuda.device(device):
             launch = self._launches.get(form)
             if launch is None:

@@ -155,7 +155,7 @@ def _turned_halves(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class _Product:
-    """One of the package's products, planned for the sizes and strides that all its calls have."""
+    """One of the package's products, planned for the sizes and strides of its calls."""
 
     def __init__(self, where: str, epilogue: str, call: Callable[..., Any]) -> None:
         self._epilogue, self._call = getattr(module(where), epilogue), call
@@ -342,7 +342,7 @@ def _run_8(
 
 
 class _Float8Product:
-    """One of the package's products, planned for the sizes and strides that all its calls have."""
+    """One of the package's products, planned for the sizes and strides of its calls."""
 
     def __init__(self, epilogue: str, operands: tuple[str, ...]) -> None:
         self._epilogue: Any = getattr(module(_EPILOGUES_8), epilogue)

@@ -415,7 +415,7 @@ class DotProductAttention(SharedAttention):
         return Terms(self.scale, hidden, added, scores.soft_cap, sink, shows_all=False, places=places)
 
     def _places(self, call: OpCall, band: Band) -> Places:
-        """Places of queries and keys in their sequences; a CPU refuses one longer than the bias."""
+        """Places of queries and keys in their sequences, checked on a CPU."""
         sizes = _of_four(call["attention_bias"]).shape[2:]
         for side, what, size in zip((band.queries, band.keys), ("queries", "keys"), sizes, strict=True):
             longest = side.table if size > 1 and may_look(side.place.device) else 0

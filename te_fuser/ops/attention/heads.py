@@ -31,7 +31,7 @@ Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def one_of(argument: str, value: str, names: Collection[str], theirs: Mapping[str, str] | None = None) -> str:
-    """`value`, or an error with what it could be; `theirs` are others' words and ours for them."""
+    """`value`, or an error with what it could be; `theirs` are others' words."""
     if not isinstance(value, str) or value not in names:
         said = meant(value, names) if isinstance(value, str) else ""
         if theirs and isinstance(value, str) and value in theirs:
@@ -103,7 +103,7 @@ class HeadLayout:
         raise NotImplementedError
 
     def _taken(self) -> tuple[str, str]:
-        """Texts of what the main input holds, how that makes `features`, and what to do with others."""
+        """Texts of what the main input holds, its size, and what to do with others."""
         raise NotImplementedError
 
     def check(self, op: str, x: Spec) -> None:

@@ -65,12 +65,7 @@ class AttentionScores:
         return tuple(words for words, wanted in asked.items() if wanted)
 
     def check(self, op: str, full: tuple[int, int, int, int], others: Mapping[str, Spec]) -> None:
-        """Raise, in words, when bias or slopes do not fit [batch, heads, queries, keys].
-
-        Raises:
-            ValueError: one is missing, or of another shape.
-            TypeError: no floating-point numbers.
-        """
+        """Raise, in words, when bias or slopes do not fit [batch, heads, queries, keys]."""
         for argument, name in self.names.items():
             spec = others.get(argument)
             if spec is None:
