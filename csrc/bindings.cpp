@@ -7,7 +7,6 @@
 #include "cublaslt.h"
 #include "cuda_driver.h"
 #include "cuda_kernel.h"
-#include "facts.h"
 #include "matmul.h"
 #include "peer_matmul.h"
 #include "sole_owner.h"
@@ -76,7 +75,7 @@ PYBIND11_MODULE(_native, module) {
 
   te::bind_steps(module);
   te::bind_exchanges(module);
-  if (!te::bind_facts(module) || !te::bind_known_call(module) || !te::bind_holders(module)) throw py::error_already_set();
+  if (!te::bind_guards(module) || !te::bind_holders(module)) throw py::error_already_set();
   add_type(module, "CpuKernel", te::make_cpu_kernel_type());
   add_type(module, "CudaKernel", te::make_cuda_kernel_type());
   add_type(module, "CudaMatmul", te::make_cuda_matmul_type());

@@ -14,8 +14,8 @@ PyObject* make_quantize_weights_type();
 void bind_exchanges(pybind11::module_& module);
 void bind_steps(pybind11::module_& module);
 
-// attributes, call_key, like, refuse_create_graph, refusing, run_if_like and tensor_key, which tell in one native step
-// whether a call is like an earlier one; false with a Python error set.
-bool bind_known_call(pybind11::module_& module);
+// still_hold and tensor_place of facts; attributes, call_key, like, refuse_create_graph, refusing, run_if_like and
+// tensor_key, which tell in one native step whether a call is like an earlier one; false with a Python error set.
+bool bind_guards(pybind11::module_& module);
 
 }  // namespace te

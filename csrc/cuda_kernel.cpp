@@ -99,14 +99,7 @@ PyObject* vectorcall(PyObject* self, PyObject* const* values, size_t flags, PyOb
 
 // ---- methods ---------------------------------------------------------------------------------------------------
 
-PyObject* load(PyObject* self, PyObject* argument) {
-  const long number = PyLong_AsLong(argument);
-  if (number == -1 && PyErr_Occurred() != nullptr) return nullptr;
-  const auto device = static_cast<int32_t>(std::clamp<long>(number, -1, std::numeric_limits<int32_t>::max()));
-  CudaProgram& program = program_of(self);
-  if (!without_gil(program.name(), [&](Failure& failure) { return program.module.load(device, failure); })) return nullptr;
-  Py_RETURN_NONE;
-}
+PyObject* load(PyObject* self, PyObject* device) { return load_module(program_of(self).module, device); }
 
 PyObject* repeat(PyObject* self, PyObject* const* values, Py_ssize_t count) {
   const long long times = count > 0 ? PyLong_AsLongLong(values[0]) : 0;
@@ -377,6 +370,15 @@ PyDoc_STRVAR(documentation,
              "A generated CUDA kernel; call it with (tensors, rows, batch_inner, batch_size, integers).");
 
 }  // namespace
+
+PyObject* load_module(CudaModule& module, PyObject* device) {
+  const long number = PyLong_AsLong(device);
+  if (number == -1 && PyErr_Occurred() != nullptr) return nullptr;
+  const auto index = static_cast<int32_t>(std::clamp<long>(number, -1, std::numeric_limits<int32_t>::max()));
+  const auto work = [&](Failure& failure) { return module.load(index, failure); };
+  if (!without_gil(module.name.c_str(), work)) return nullptr;
+  Py_RETURN_NONE;
+}
 
 PyObject* make_cuda_kernel_type() {
   PyObject* type = make_callable_type<CudaProgram, build_program, vectorcall>(

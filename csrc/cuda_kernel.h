@@ -16,4 +16,7 @@ CudaProgram* cuda_program(PyObject* object);
 // The kernel called with tuples of tensors and of integers, on PyTorch's current stream; false with a Python error set.
 bool call_cuda_kernel(CudaProgram& program, PyObject* tensors, const CallSizes& sizes, PyObject* integers);
 
+// load(device) of a Python type: loads machine code there; None, or nullptr with a Python error set.
+PyObject* load_module(CudaModule& module, PyObject* device);
+
 }  // namespace te

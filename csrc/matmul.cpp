@@ -8,10 +8,8 @@
 #include "callable_type.h"
 #include "gil.h"
 #include "matmul_call.h"
-#include "matmul_outputs.h"
 #include "matmul_problem.h"
 #include "matmul_product.h"
-#include "matmul_tuned.h"
 #include "reference.h"
 
 namespace te {
@@ -223,7 +221,8 @@ PyObject* make_product(CudaMatmul& product, PyObject* const* inputs, Py_ssize_t 
   try {
     MatmulTensors tensors;
     if (!make_outputs(product, inputs, given, tensors)) return nullptr;
-    return run(product, tensors.all.data(), tensors.count, workspace) ? take_outputs(tensors) : nullptr;
+    if (!run(product, tensors.all.data(), tensors.count, workspace)) return nullptr;
+    return alone_or_tuple(tensors.made.data(), tensors.made_count);
   } catch (const std::bad_alloc&) {
     return PyErr_NoMemory();
   }

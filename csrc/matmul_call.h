@@ -1,4 +1,4 @@
-// The tensors of one call of a CudaMatmul, read from Python into a MatmulCall.
+// The tensors of one call of a CudaMatmul, read from Python into a MatmulCall, and outputs that it makes itself.
 #pragma once
 
 #include <Python.h>
@@ -30,5 +30,15 @@ bool read_call(const CudaMatmul& product, PyObject* const* tensors, size_t count
 // A call with matrices as PyTorch's allocator would lay them, of which the heuristic reads the sizes alone: nothing of
 // it may run. False with a Python error set.
 bool imagine_call(const CudaMatmul& product, int32_t device, const MatmulSizes& sizes, MatmulCall& call);
+
+// The tensors of one call, in the order of the product's arguments; those that were made are owned.
+struct MatmulTensors {
+  std::array<PyObject*, most_matmul_tensors> all{};
+  std::array<Reference, most_matmul_tensors> made;
+  size_t count = 0, made_count = 0;
+};
+
+// Makes what is written beside `given` inputs, all that is read; false with a Python error set.
+bool make_outputs(const CudaMatmul& product, PyObject* const* inputs, Py_ssize_t given, MatmulTensors& tensors);
 
 }  // namespace te

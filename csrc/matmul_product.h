@@ -1,4 +1,5 @@
-// What a CudaMatmul is made of: a product, the tensors of its calls, and what Python gave it to call.
+// What a CudaMatmul is made of: a product, the tensors of its calls, and what Python gave it to call, as functions that
+// know which algorithm was measured to be the best. A problem is a tuple there, an algorithm is bytes.
 #pragma once
 
 #include <Python.h>
@@ -9,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "cublaslt.h"
 #include "matmul_problem.h"
 #include "reference.h"
 #include "tensor.h"
@@ -40,5 +42,15 @@ struct CudaMatmul {
 
 // The product of the arguments that the Python type documents; nullptr with a Python error set. Throws std::bad_alloc.
 std::unique_ptr<CudaMatmul> build_matmul(PyObject* args, PyObject* keywords);
+
+// These return false or nullptr with a Python error set.
+
+// (device, m, n, k, strides of a, b, out, c, aux, layout), as Python has a problem.
+PyObject* tuple_of(const MatmulKey& key);
+bool read_problem(PyObject* tuple, MatmulKey* key);
+
+// (algorithm, bytes of workspace, waves).
+PyObject* tuple_of(const CublasLt::Candidate& candidate);
+bool read_algorithm(const char* bytes, Py_ssize_t length, CublasLt::Algorithm* algorithm);
 
 }  // namespace te

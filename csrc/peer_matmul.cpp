@@ -12,7 +12,6 @@
 #include "gil.h"
 #include "matmul.h"
 #include "matmul_call.h"
-#include "matmul_outputs.h"
 #include "matmul_product.h"
 #include "new_tensor.h"
 #include "reference.h"
@@ -261,14 +260,8 @@ PyObject* call_gather(PyObject* self, PyObject* const* inputs, size_t flags, PyO
   Reference gathered;
   if (!check_given(peer, flags, keywords, &given)) return nullptr;
   if (!gather(peer, inputs, given, whole, gathered)) return nullptr;
-  if (!peer.gives) return take_outputs(whole);
-  PyObject* found = PyTuple_New(static_cast<Py_ssize_t>(whole.made_count) + 1);
-  if (found == nullptr) return nullptr;
-  for (size_t i = 0; i < whole.made_count; ++i) {
-    PyTuple_SET_ITEM(found, static_cast<Py_ssize_t>(i), whole.made[i].release());
-  }
-  PyTuple_SET_ITEM(found, static_cast<Py_ssize_t>(whole.made_count), gathered.release());
-  return found;
+  if (peer.gives) whole.made[whole.made_count++] = std::move(gathered);
+  return alone_or_tuple(whole.made.data(), whole.made_count);
 }
 
 // ---- multiply, then scatter --------------------------------------------------------------------------------------

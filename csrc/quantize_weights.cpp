@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "callable_type.h"
+#include "cuda_kernel.h"
 #include "cuda_module.h"
 #include "gil.h"
 #include "new_tensor.h"
@@ -133,16 +134,6 @@ bool launch(WeightsKernel& kernel, const WeightsCall& call, CudaDriver::Stream s
   return true;
 }
 
-PyObject* given_by(WeightsCall& call) {
-  if (call.made.size() == 1) return call.made[0].release();
-  PyObject* all = PyTuple_New(static_cast<Py_ssize_t>(call.made.size()));
-  if (all == nullptr) return nullptr;
-  for (size_t i = 0; i < call.made.size(); ++i) {
-    PyTuple_SET_ITEM(all, static_cast<Py_ssize_t>(i), call.made[i].release());
-  }
-  return all;
-}
-
 // kernel(what, *tensors)
 PyObject* vectorcall(PyObject* self, PyObject* const* values, size_t flags, PyObject*) {
   const Py_ssize_t count = PyVectorcall_NARGS(flags);
@@ -171,17 +162,10 @@ PyObject* vectorcall(PyObject* self, PyObject* const* values, size_t flags, PyOb
     };
     if (!without_gil(name, work)) return nullptr;
   }
-  return given_by(call);
+  return alone_or_tuple(call.made.data(), call.made.size());
 }
 
-PyObject* load(PyObject* self, PyObject* argument) {
-  const long number = PyLong_AsLong(argument);
-  if (number == -1 && PyErr_Occurred() != nullptr) return nullptr;
-  const auto device = static_cast<int32_t>(std::clamp<long>(number, -1, std::numeric_limits<int32_t>::max()));
-  WeightsKernel& kernel = kernel_of(self);
-  if (!without_gil(name, [&](Failure& failure) { return kernel.module.load(device, failure); })) return nullptr;
-  Py_RETURN_NONE;
-}
+PyObject* load(PyObject* self, PyObject* device) { return load_module(kernel_of(self).module, device); }
 
 std::unique_ptr<WeightsKernel> build(PyObject* args, PyObject*) {
   const char *cubin = nullptr, *dtype = "float8_e4m3fn";

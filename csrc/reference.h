@@ -3,6 +3,7 @@
 
 #include <Python.h>
 
+#include <cstddef>
 #include <utility>
 
 namespace te {
@@ -32,6 +33,17 @@ class Reference {
   explicit Reference(PyObject* object) : object_(object) {}
   PyObject* object_ = nullptr;
 };
+
+// What was made, taken out of these references: alone, or as a tuple where there are several; nullptr with a Python error
+// set.
+inline PyObject* alone_or_tuple(Reference* made, size_t count) {
+  if (count == 1) return made[0].release();
+  PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(count));
+  for (size_t i = 0; tuple != nullptr && i < count; ++i) {
+    PyTuple_SET_ITEM(tuple, static_cast<Py_ssize_t>(i), made[i].release());
+  }
+  return tuple;
+}
 
 // What a module calls by a name; empty, with a Python error set, where there is none.
 inline Reference import_from(const char* module_name, const char* name) {

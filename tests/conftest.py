@@ -1,6 +1,7 @@
 """Settings of every test: one thread, and nothing that depends on the tests before it, the machine or its user."""
 
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="avx512",
         help="the CPU that tests plan for; with avx2 kernels are compiled for one that has no more, too",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the machine's GPUs from tests, unless the mark `gpu` chooses those that need one."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.hookimpl(trylast=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from te_fuser import _native
+from te_fuser.kernels.cublaslt import products
 from tests.c_library import compiled
 
 
@@ -23,6 +24,12 @@ class FakeCublasLt(ctypes.Structure):
         ("last_fast", ctypes.c_int),
         ("any_layout", ctypes.c_int),
     ]
+
+    def algorithms_of(self, call: Callable[[], object]) -> list[int]:
+        """Algorithms that a call runs, numbered from 1."""
+        self.by_algorithm[:] = [0] * 4
+        call()
+        return [k for k in range(4) for _ in range(self.by_algorithm[k])]
 
 
 def compile_library() -> Path:
@@ -40,3 +47,10 @@ def in_place(library: Path) -> Iterator[FakeCublasLt]:
         yield state
     finally:
         _native.set_cublaslt("")
+
+
+def a_new_process() -> None:
+    """Forget all products, and with them the problems of a library before."""
+    for configured in (products.configured, products.product_of):
+        configured.cache_clear()
+    products.in_use.clear()

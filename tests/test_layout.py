@@ -141,10 +141,10 @@ FAMILIES = {
 ASPECTS = {
     "": {"bad_input", "collectives_proof", "docs", "forms_proof", "layout", "preset_proof", "public", "site",
          "values_proof", "weight", "works_with"},
-    "codegen": {"float8", "maxima", "targets"},
+    "codegen": {"float8", "targets"},
     "fusions": {"plans", "refusals", "quack", "quack_float8"},
     "kernels": {"written"},
-    "formula": {"counts", "philox", "row_ops"},
+    "formula": {"philox", "row_ops"},
     "ops": {"messages"},
 }  # fmt: skip
 

@@ -37,12 +37,11 @@ def user_cache_dir() -> Path:
 
 
 def current(folder: Path) -> Path:
-    """The folder; the one that is used instead, once it was given up."""
     return private_folder() if folder in _given_up else folder
 
 
 def usable(folder: Path) -> Path:
-    """The folder, made if it is missing; else the private one; OSError when there is no private one either."""
+    """The folder, made if it is missing; else the private one, if that can be."""
     if folder in _given_up:
         return private_folder()
     try:
@@ -55,11 +54,7 @@ def usable(folder: Path) -> Path:
 
 
 def give_up(folder: Path, why: str) -> Path:
-    """The private folder, for all that was to be kept in `folder` from now on; a warning says so, once.
-
-    Raises:
-        OSError: when there is no private one either.
-    """
+    """The private folder, for all that was to be kept in `folder` from now on; a warning says so, once."""
     with _giving_up:
         first = folder not in _given_up
         _given_up.add(folder)
@@ -75,7 +70,6 @@ def give_up(folder: Path, why: str) -> Path:
 
 @functools.cache
 def private_folder() -> Path:
-    """A temporary folder of this process alone, deleted when it ends; OSError when none can be made."""
     try:
         folder = tempfile.mkdtemp(prefix="te_fuser-")
     except OSError as error:
@@ -91,11 +85,7 @@ _numbers = itertools.count()
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file: others see all of it, or what was there before. Who may read it is up to the user's umask.
-
-    Raises:
-        OSError: when it cannot be written.
-    """
+    """Write a file: others see all of it, or what was there before. Who may read it is up to the user's umask."""
     new = path.with_name(f"{path.name}.{os.getpid()}.{next(_numbers)}{_SUFFIX}")
     try:
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), "wb") as file:
@@ -123,12 +113,7 @@ _changing = threading.Lock()  # one for all files: threads of this process never
 
 
 class EntryFile:
-    """The entries of one file. A file that cannot be read, or is of another format, counts as empty.
-
-    Attributes:
-        form: of the file, and of what its entries mean.
-        suffix: of files of this kind, one for each device: `tuned/<device><suffix>` in the cache folder.
-    """
+    """The entries of one file; one that cannot be read, or is of another form, is empty."""
 
     form: ClassVar[int] = 1
     suffix: ClassVar[str] = ".json"
@@ -158,11 +143,7 @@ class EntryFile:
             return self._entries
 
     def change(self, change: Callable[[Entries], None]) -> None:
-        """Change the entries as they are on disk now, so that what others wrote stays.
-
-        Raises:
-            OSError: when the file cannot be written.
-        """
+        """Change the entries as they are on disk now, so that what others wrote stays."""
         with _changing, _alone(self.path.parent):
             entries = self._read()
             change(entries)
@@ -187,7 +168,7 @@ class EntryFile:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Other processes change files of this folder before or after; where it cannot be locked, entries may be lost."""
+    """A lock on a folder; where there can be none, entries may be lost."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY)
     try:
@@ -199,7 +180,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def tuned_folder(folder: Path | None = None) -> Path:
-    """Folder of measured choices: `tuned` in the given folder or, if none is given, in the cache folder as set now."""
+    """Folder of measured choices: `tuned` in the given or the cache folder."""
     if folder or config.cache_dir:
         return (folder or config.cache_dir) / "tuned"  # type: ignore[operator]
     home = user_cache_dir()

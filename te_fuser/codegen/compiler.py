@@ -1,8 +1,7 @@
 """From kernel descriptions to callable kernels on the CPU: the system's C++ compiler, and a cache on disk.
 
-Each library in the cache is called by the digest of all that it depends on: the kernel's text, the headers, the
-compiler and the processor. Kernels that are compiled together share one file under several names (hard links). A
-file ends with a checksum of itself, which is tested before the file is loaded: a torn file is compiled again.
+A library is called by the digest of its text, the headers, the compiler and the processor; kernels that are compiled
+together share one under several names (hard links). A checksum at its end tells a torn file, which is compiled again.
 """
 
 from __future__ import annotations
@@ -66,10 +65,9 @@ class Compiler:
 
 
 def find_compiler(name: str | None = None, *, flags: Sequence[str] | None = None) -> Compiler | None:
-    """The compiler `name`, else the one that CXX names, else the first of c++, g++ and clang++; None where it is not.
+    """The compiler `name` (a path or a command), else CXX's, else c++, g++ or clang++.
 
     Args:
-        name: a path, a name, or a command ("ccache g++").
         flags: the flags that choose the processor, instead of those for the one at hand.
     """
     asked = _asked(name)
@@ -104,7 +102,6 @@ def _asked(name: str | None) -> str:
 
 @functools.cache
 def _version(command: tuple[str, ...]) -> str | None:
-    """The compiler's first line about itself; None when it cannot be run."""
     try:
         answer = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -129,7 +126,6 @@ _MARK = b"te_fuser"
 
 
 def default_cache_dir() -> Path:
-    """Folder of compiled libraries: `te_fuser/cpu` in the user's cache folder."""
     return cache_files.user_cache_dir() / "cpu"
 
 
@@ -138,7 +134,7 @@ def _checksum(content: bytes) -> bytes:
 
 
 def _publish(library: Path, names: Sequence[Path]) -> None:
-    """Make the finished file known under each name at once: a reader sees the old file or the whole new one."""
+    """Make the finished file known under each name at once."""
     for name in names:
         link = library.with_name(f"{library.name}-{name.stem}")
         try:
@@ -153,11 +149,7 @@ def _publish(library: Path, names: Sequence[Path]) -> None:
 
 
 def _compile(kernels: Sequence[CppKernel], compiler: Compiler, names: Sequence[Path]) -> None:
-    """Compile the kernels together, into one file with all these names.
-
-    Raises:
-        KernelCompileError: when the compiler refuses one of them, or is none.
-    """
+    """Compile the kernels together, into one file with all these names."""
     folder = names[0].parent
     with tempfile.TemporaryDirectory(prefix="unit-", dir=folder) as work:
         source, library = Path(work) / "unit.cpp", Path(work) / "unit.so"
@@ -195,7 +187,7 @@ def _explain(kernels: Sequence[CppKernel], compiler: Compiler, message: str) -> 
 
 @dataclass(frozen=True)
 class LoadedKernel:
-    """A kernel that is ready to run: `run` is the native kernel itself, the rest is for those who look inside."""
+    """A kernel that is ready to run: `run` is the native one, the rest is to be looked at."""
 
     description: KernelDescription
     source: str
@@ -213,12 +205,10 @@ def load(
 ) -> list[LoadedKernel]:
     """The kernels for these descriptions, in their order.
 
-    What this process has loaded before is used again; what lies in the cache is loaded from there; the rest is
-    compiled in one run of the compiler.
+    What this process has loaded is used again; what lies in the cache is loaded; the rest is compiled in one run.
 
     Raises:
-        NoCompiler: when something must be compiled and there is no compiler.
-        KernelCompileError: when the compiler refuses a kernel.
+        NoCompiler, KernelCompileError: without a compiler; where it refuses a kernel.
         ValueError: for a description that generated kernels do not cover, such as one with float64.
     """
     compiler = compiler or find_compiler()
@@ -235,7 +225,6 @@ def load(
 
 
 def source_of(description: KernelDescription) -> str:
-    """The C++ text of one kernel."""
     return _generate(description).source
 
 
@@ -262,12 +251,7 @@ def _load(wanted: dict[str, CppKernel], compiler: Compiler, folder: Path) -> Non
 
 
 def _make(missing: dict[str, CppKernel], compiler: Compiler, folder: Path) -> None:
-    """Compile kernels into the folder, and load them from there.
-
-    Raises:
-        KernelCompileError: when the compiler refuses one of them, or the machine to load it.
-        OSError: when the folder cannot be written.
-    """
+    """Compile kernels into the folder, and load them from there."""
     _compile(list(missing.values()), compiler, [_library(folder, key) for key in missing])
     for key, kernel in missing.items():
         if not _open(key, kernel, folder):
@@ -281,7 +265,6 @@ def _library(folder: Path, key: str) -> Path:
 
 
 def _open(key: str, kernel: CppKernel, folder: Path) -> bool:
-    """Load one kernel from its library; False when the library is not there, torn, or not for this machine."""
     from te_fuser._native import CpuKernel
 
     library, size = _library(folder, key), len(_checksum(b""))

@@ -1,7 +1,6 @@
 """C++ from a kernel description: readable text for a CPU core, and what the runtime must know to call it.
 
-One function goes over the rows; with sums over rows, a second one adds up the partial sums. The schedule is
-`cpp_schedule`'s, expressions are `cpp_scope`'s.
+One function goes over the rows; with sums over rows, a second one adds up the partial sums.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from te_fuser.codegen.cpp_scope import (
     Fragment,
     LoopScope,
     Scope,
-    part_name,
     plus,
 )
 from te_fuser.codegen.description import (
@@ -30,7 +28,7 @@ from te_fuser.codegen.description import (
     is_transposed,
     item_size,
 )
-from te_fuser.codegen.text import identifier
+from te_fuser.codegen.text import identifier, part_name
 from te_fuser.formula.expr import Axes, Expr
 
 _PADDING = 16  # floats: the widest vector
@@ -47,7 +45,7 @@ def _padded(count: int) -> int:
 
 @dataclass(frozen=True)
 class RowsSum:
-    """One part of a sum over rows, and where its partial sums lie: in a worker's block, or in each sample's share."""
+    """One part of a sum over rows, and its place in a worker's block, or a sample's share."""
 
     total: Sum
     part: Expr

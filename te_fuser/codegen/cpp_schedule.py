@@ -1,8 +1,7 @@
 """Schedule of a kernel on a CPU core: its loops over a row, and the values that wait between them in row buffers.
 
-A kernel goes over its rows one after the other. For each row there is one loop over the features for each stage of
-row reductions, and a last one that stores and adds to the sums over rows. What several loops need is computed again
-when that is cheap; otherwise it is kept in a row buffer, which stays in the core's first cache.
+For each row there is one loop over the features for each stage of row reductions, and a last one that stores and adds
+to the sums over rows. What several loops need is computed again when that is cheap; else a row buffer keeps it.
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ def has_features(e: Expr) -> bool:
 
 
 def _below(roots: Iterable[Expr], stop: Callable[[Expr], bool]) -> list[Expr]:
-    """The nodes with features below `roots`, arguments first; what `stop` holds for is the last on its way."""
+    """The nodes with features below `roots`, arguments first, down to what `stop` holds for."""
     order = topological(roots, lambda e: not has_features(e) or stop(e), stops=True)
     return [e for e in order if has_features(e)]
 
@@ -154,7 +153,7 @@ def _choose_buffers(loops: Sequence[Loop], cost: Callable[[Expr], int]) -> None:
 
 
 def _is_frontier(e: Expr, loop: Loop, known: set[int], buffered: set[int]) -> bool:
-    """True where something that only this loop computes uses `e`; a deeper node comes along with its user."""
+    """True where something that only this loop computes uses `e`."""
     if any(e is root for root in loop.roots):
         return True
     nodes = _below(loop.roots, lambda n: id(n) in buffered or id(n) in known)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from te_fuser.codegen.cpp_schedule import CpuSchedule, Loop, has_features
 from te_fuser.codegen.description import KernelDescription, Load, Store
-from te_fuser.codegen.text import COMPARISONS, Lines, RoleNames, shortest, to_float32
+from te_fuser.codegen.text import COMPARISONS, Lines, RoleNames, part_name, shortest, to_float32
 from te_fuser.dtypes import TABLE
 from te_fuser.formula.expr import Axes, Expr
 from te_fuser.formula.traversal import topological
@@ -28,7 +28,7 @@ class CppNames(RoleNames):
 
 @dataclass(frozen=True)
 class Fragment:
-    """Part of a C++ expression, how tightly it binds, and whether it is a vec (or a mask) rather than one number."""
+    """Part of a C++ expression, how tightly it binds, and whether it is a vec or a mask."""
 
     text: str
     binds: int
@@ -56,18 +56,13 @@ def plus(pointer: str, *offsets: int | str) -> str:
     return " + ".join([pointer, *(str(o) for o in offsets if o not in (0, "0"))])
 
 
-def part_name(name: str, index: int, parts: int) -> str:
-    """The name of a tensor, with the number of the part where it has several."""
-    return name if parts == 1 else f"{name}_{index}"
-
-
 _INFIX = {"add": ("+", SUM), "sub": ("-", SUM), "mul": ("*", PRODUCT), "div": ("/", PRODUCT)}
 _LONGEST = 64  # characters of an expression before it gets a name of its own
 _VALUE_NAMES = {"add": "sum", "sub": "difference", "mul": "product", "div": "quotient", "lt": "below", "gt": "above"}
 
 
 class CppKernelText:
-    """State shared by the scopes of one kernel: its lines, the names of its values, and the reading of its tensors."""
+    """State shared by the scopes of one kernel: lines, names of values, reading of tensors."""
 
     def __init__(self, description: KernelDescription) -> None:
         self.d = description

@@ -1,7 +1,7 @@
 """CUDA C++ from a kernel description: readable text, and what a launch of it needs to know.
 
-The text is one function for the rows and, with column sums, a second one that adds up the partial sums of the blocks
-in a fixed order. Rows that are too long for sums and stores together get a third (see `schedule.split`).
+One function does the rows; with column sums, a second one adds up the partial sums of the blocks in a fixed order. Rows
+too long for sums and stores together get a third (`schedule.split`).
 """
 
 from __future__ import annotations
@@ -84,12 +84,10 @@ def generate(description: KernelDescription, arch: str = "sm_90a", *, schedules:
     """The CUDA text of a description.
 
     Args:
-        arch: the architecture whose limits the schedule keeps, such as "sm_90a".
         schedules: instead of what `schedule_model` picks: one, or two for stores and column sums in their own kernels.
 
     Raises:
-        ValueError: for a tensor in a dtype that generated kernels do not store; for one that is stored transposed in
-            another dtype than 8 bits, or beside what a kernel by tiles cannot do; the same by blocks.
+        ValueError: for a dtype that generated kernels do not store, or what a kernel by tiles cannot do.
     """
     for tensor in description.tensors:
         if tensor.dtype not in CTYPES:

@@ -15,6 +15,7 @@ from te_fuser.codegen.cuda_formulas import is_boolean
 from te_fuser.codegen.cuda_text import CTYPES, CudaNames, Formulas, Text, bare, literal, number, part_role
 from te_fuser.codegen.description import NUMBERS, PLACES, KernelDescription, Maximum, Store, Sum
 from te_fuser.codegen.schedule import ROW_VALUE, Kind, Schedule, above
+from te_fuser.codegen.text import part_name
 from te_fuser.formula.expr import Axes, Expr
 from te_fuser.formula.magnitude import Slope, bound_of, slope_of
 
@@ -51,7 +52,7 @@ class CudaKernelText:
         }
         self.random = {name: self.names.fresh(f"{name}_random") for name in description.streams}
         self.sum_names = {
-            (t.name, k): self.names.fresh(f"{t.name}{f'_{k}' if len(t.parts) > 1 else ''}_sum")
+            (t.name, k): self.names.fresh(f"{part_name(t.name, k, len(t.parts))}_sum")
             for t in description.sums
             for k in range(len(t.parts))
         }
@@ -101,7 +102,7 @@ class CudaKernelText:
             yield from (Parameter("place", name, "int") for name in PLACES)
 
     def signature(self) -> str:
-        """The head of the function, with as many registers a thread as the blocks of the schedule leave it."""
+        """The head of the function, with the registers that its blocks leave a thread."""
         listed = ",\n    ".join(f"{p.ctype} {self.pointer[p.kind, p.name]}" for p in self.parameters)
         bounds = f"{self.s.threads}, {self.s.blocks_per_multiprocessor}"
         return f'extern "C" __global__ void __launch_bounds__({bounds}) {self.symbol}(\n    {listed})'
@@ -188,7 +189,7 @@ class CudaKernelText:
         vectors: Mapping[int, str],
         then: Callable[[dict[int, str]], None],
     ) -> None:
-        """The loop over the elements of one vector: computes `targets`, then does `then` with their texts."""
+        """The loop over the elements of one vector: `then` gets the texts of `targets`."""
         draws: dict[int, str] = {}
         for n in above(targets, known):
             if n.op == "keep":
@@ -233,7 +234,7 @@ class CudaKernelText:
         outputs: list[tuple[str, str, Expr]] = []
         for s in self.stored_as_vectors:
             for k, p in enumerate(s.parts):
-                name = self.names.fresh(f"{s.name}{f'_{k}' if len(s.parts) > 1 else ''}_out")
+                name = self.names.fresh(f"{part_name(s.name, k, len(s.parts))}_out")
                 self.text(f"float {name}[kVector];")
                 outputs.append((name, self.store_line(s, k, name), p))
         sums = [(t, k, p) for t in self.d.sums if t.axes & Axes.FEATURE for k, p in enumerate(t.parts)]
@@ -349,10 +350,8 @@ class CudaKernelText:
             given = [f"raised[{k}]", self._raised(m), largest, *([self.so_far[m.name]] if self.s.ends_soon else [])]
             self.text(f"te::raise<kThreads>({', '.join(given)});")
             if scale is not None:
-                power_of_two, limits = (
-                    str(scale.power_of_two).lower(),
-                    f"{literal(scale.most)}, {literal(scale.epsilon)}",
-                )
+                power_of_two = str(scale.power_of_two).lower()
+                limits = f"{literal(scale.most)}, {literal(scale.epsilon)}"
                 self.text(f"te::scale_of_all<{power_of_two}>({number}, gridDim.x, {limits});")
 
     def declare_scalar_sums(self) -> None:
@@ -423,11 +422,9 @@ class CudaKernelText:
         if self.d.sums:
             only = all(t.axes & Axes.BATCH for t in self.d.sums)
             self.text(f"const bool alone = {'splits' if only else all_groups} == 1;")
-        if self.per_sample:
-            pass
-        elif self.plain_rows:
+        if self.plain_rows:
             return
-        else:
+        if not self.per_sample:
             self.text("const long long count = rows;")
         self.text(f"const long long step = static_cast<long long>({groups}){slots};")
         self.text(f"const long long first = static_cast<long long>({group}){slots};")
@@ -439,7 +436,7 @@ class CudaKernelText:
 
     @property
     def backwards(self) -> bool:
-        """True where rows go from last to first: those that the next kernel reads first are then still in L2."""
+        """True where rows go last to first: the next kernel finds the first in L2."""
         return not (self.d.outputs or self.per_sample) and self.s.kind in (Kind.COLUMNS, Kind.REGISTERS)
 
     def row_at(self, index: str) -> str:

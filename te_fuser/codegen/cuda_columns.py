@@ -9,6 +9,7 @@ from te_fuser.codegen.cuda_body import CudaKernelText
 from te_fuser.codegen.cuda_text import CTYPES, part_role
 from te_fuser.codegen.description import KernelDescription, Store, Sum, is_in_blocks, is_transposed, item_size
 from te_fuser.codegen.schedule import Schedule, coming
+from te_fuser.codegen.text import part_name
 from te_fuser.formula.expr import Axes, Expr
 
 
@@ -134,16 +135,13 @@ class ColumnText(CudaKernelText):
 class TileText(ColumnText):
     """Threads own `kVector` columns and walk down tiles of 128 rows: a kernel that stores transposed, or by blocks.
 
-    A thread has 8 bits of four rows at a time, which it turns in its registers and puts into shared memory; when the
-    whole tile is there, each thread stores 16 rows of a column at once. Two tiles lie there, of which one is written
-    while one is read. The rows of the tile are stored from registers, as other kernels store them, and column sums and
-    maxima are theirs, too.
+    A thread turns 8 bits of four rows in its registers and puts them into shared memory; when the whole tile is there,
+    each thread stores 16 rows of a column at once. One of two such tiles is written while the other is read. Rows,
+    column sums and maxima come from registers, as in other kernels: docs/lab/transposed-stores.md.
 
-    What is stored by blocks of 128 waits in shared memory, as it would be stored by rows, until the whole tile is
-    there: then its scales are known. Each thread reads there what it has put there itself. What it is made of comes to
-    the same place, a whole tile at once, and a turn waits for its own rows alone. Where tiles have all their columns,
-    the largest magnitudes are found while it is made, and the loop is there twice: a tile that has all its rows asks
-    for none.
+    By blocks of 128 a tile waits in shared memory until its scales are known; each thread reads there what it has put
+    there itself. What it is made of comes to the same place, a whole tile at once. Where tiles have all their columns,
+    the loop is there twice: a tile that has all its rows asks for none.
     """
 
     # Neighbours of a warp: 8 lanes, four times four rows. So words of 16 rows lie side by side, each in its own bank.
@@ -156,7 +154,7 @@ class TileText(ColumnText):
     def __init__(self, symbol: str, description: KernelDescription, schedule: Schedule, space: str) -> None:
         super().__init__(symbol, description, schedule, space)
         self.turned = {
-            (s.name, k): self.names.fresh(f"{s.name}{f'_{k}' if len(s.parts) > 1 else ''}_rows")
+            (s.name, k): self.names.fresh(f"{part_name(s.name, k, len(s.parts))}_rows")
             for s in description.transposed
             for k in range(len(s.parts))
         }
@@ -167,7 +165,7 @@ class TileText(ColumnText):
         for s in description.in_blocks:
             self.pairs.setdefault(_value(s), {})[s.layout] = s
         self.waiting = {
-            (value, k): self.names.fresh(f"{s.name}{f'_{k}' if len(s.parts) > 1 else ''}_waiting")
+            (value, k): self.names.fresh(f"{part_name(s.name, k, len(s.parts))}_waiting")
             for value, stores in self.pairs.items()
             for s in [next(iter(stores.values()))]
             for k in range(len(s.parts))
@@ -234,7 +232,7 @@ class TileText(ColumnText):
         return ", ".join([str(layout in self.pairs[value]).lower() for layout in ("blocks", "transposed_blocks")])
 
     def _declare_waiting(self) -> None:
-        """Declare shared memory where values of a tile wait for its scales, before the tile that is transposed."""
+        """Declare shared memory where values of a tile wait for its scales."""
         at, places = 0, []
         self.text(f"__shared__ te::BlockScales block_scales[{len(self.waiting)}];")
         self.text("for (te::BlockScales& scales : block_scales) scales.begin();")

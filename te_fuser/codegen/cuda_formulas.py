@@ -1,6 +1,6 @@
 """Formulas as a GPU likes them: the same kernel with fewer instructions, and without cancellation in tanh's tails.
 
-Every step is a table of rules on nodes. Rules that only move factors are kept where they make the kernel cheaper.
+Rules that only move factors are kept where they make the kernel cheaper.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ def is_precise(description: KernelDescription) -> bool:
 
 
 def is_boolean(e: Expr) -> bool:
-    """True where a node is a condition rather than a number."""
     return e.op in (*COMPARISONS, "keep")
 
 
@@ -165,13 +164,12 @@ def _cheaper(description: KernelDescription) -> KernelDescription:
 
 @dataclass(frozen=True)
 class Term:
-    """scale * product of factors: the scale is one number a row (or a constant), the factors are one each element."""
+    """scale * product of factors: one number a row (or a constant), one each element."""
 
     scale: Expr
     factors: tuple[Expr, ...]
 
     def without(self, factor: Expr) -> Term:
-        """The term divided by one of its factors."""
         at = next(k for k, f in enumerate(self.factors) if f is factor)
         return Term(self.scale, (*self.factors[:at], *self.factors[at + 1 :]))
 
@@ -211,7 +209,6 @@ def _factors(e: Expr) -> Iterator[Expr]:
 
 
 def _merged(terms: Iterable[Term]) -> list[Term]:
-    """Equal products added up."""
     found: dict[tuple[str, ...], Term] = {}
     for t in terms:
         key = tuple(sorted(f.digest for f in t.factors))
@@ -234,7 +231,6 @@ def _joined(terms: Sequence[Term]) -> Expr:
 
 
 def _product(t: Term) -> Expr:
-    """The product, equal factors first, so that a square is computed once."""
     counts = Counter(f.digest for f in t.factors)
     total = expr.ONE
     for f in sorted(t.factors, key=lambda f: -counts[f.digest]):

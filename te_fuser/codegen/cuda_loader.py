@@ -1,7 +1,6 @@
 """From kernel descriptions to callable kernels on a GPU: generated text, NVRTC in parallel threads, the native runtime.
 
-A text gets as many registers for a thread as it turns out to need. What this process has made once is used again;
-machine code is also kept on disk (see `nvrtc`).
+A text gets as many registers for a thread as it turns out to need. What this process has made is used again.
 """
 
 from __future__ import annotations
@@ -54,17 +53,11 @@ Made = tuple[CudaKernel, Compiled]
 def compile_kernel(
     description: KernelDescription, arch: str, *, schedules: Sequence[Schedule] = (), cache: Path | None = None
 ) -> Made:
-    """The kernel of a description, compiled.
+    """The kernel of a description, compiled, with the given schedules or the model's.
 
     How many registers a text needs is an estimate. Where the assembler has to spill, fewer blocks for each
-    multiprocessor leave more of them for each thread; where that is not enough, the first other schedule that spills
-    little is taken, or the one that spills least. The same compiler finds the same schedule each time. One that does
-    stores and column sums apart overwrites nothing, whatever the description allows. Schedules that are given are
-    taken as they are.
-
-    Raises:
-        CompilerMissing, CompileError: from NVRTC.
-        ValueError: for a tensor in a dtype that generated kernels do not store.
+    multiprocessor leave more for each thread; then the first other schedule that spills little is taken, or the one
+    that spills least: the same compiler finds the same one each time. Stores apart from column sums overwrite nothing.
     """
     if schedules:
         return _compiled(description, arch, schedules, cache)
@@ -83,7 +76,7 @@ def compile_kernel(
 
 
 def _with_room(description: KernelDescription, arch: str, schedules: Sequence[Schedule], cache: Path | None) -> Made:
-    """The kernel with these schedules, or with the picked ones, and as few blocks as its registers ask for."""
+    """The kernel with these schedules, or the picked ones, and blocks as its registers ask."""
     found = [_compiled(description, arch, schedules, cache)]
     while len(found) < _ATTEMPTS:
         kernel, _ = found[-1]
@@ -104,7 +97,7 @@ def _compiled(description: KernelDescription, arch: str, schedules: Sequence[Sch
 
 
 def _other_forms(listed: Iterable[tuple[Schedule, ...]], tried: tuple[Schedule, ...]) -> list[tuple[Schedule, ...]]:
-    """The first of each form but that of `tried`: of these a few of the best, and the last, which holds least."""
+    """The first of each form but that of `tried`: a few of the best, and the last, which holds least."""
     found: dict[tuple[Schedule, ...], tuple[Schedule, ...]] = {}
     for schedules in listed:
         found.setdefault(_form(schedules), schedules)
@@ -114,7 +107,6 @@ def _other_forms(listed: Iterable[tuple[Schedule, ...]], tried: tuple[Schedule, 
 
 
 def _form(schedules: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
-    """The schedules without their numbers of blocks: the key by which those of one form are found."""
     return tuple(dataclasses.replace(s, blocks_per_multiprocessor=1) for s in schedules)
 
 
@@ -123,7 +115,7 @@ def _bytes(made: Made) -> int:
 
 
 def _spilled(kernel: CudaKernel, code: Compiled) -> list[int]:
-    """Bytes that a thread of each schedule's launch spills; an older NVRTC gives no report, which counts as none."""
+    """Bytes that a thread of each schedule's launch spills; without a report none."""
     by_symbol = {r.symbol: r.spilled_bytes for r in code.resources}
     return [by_symbol.get(launch.symbol, 0) for launch, _ in zip(kernel.launches, kernel.schedules, strict=False)]
 
@@ -135,7 +127,7 @@ _WIDEST_ACCESS = 16  # bytes
 
 @dataclass(frozen=True)
 class GpuKernel:
-    """A kernel that is ready to run: `run` is the native kernel itself, the rest is for those who look inside."""
+    """A kernel that is ready to run: `run` is the native one, the rest is to be looked at."""
 
     description: KernelDescription
     text: CudaKernel
@@ -153,8 +145,7 @@ def load(
 ) -> list[GpuKernel]:
     """The kernels for these descriptions on a CUDA device, in their order, loaded and ready for a captured stream.
 
-    Each has the schedule that was measured to be the best on such a GPU (`tuned_schedules`), else the one that the
-    model picks.
+    Each has the schedule that was measured to be the best (`tuned_schedules`), else the one that the model picks.
 
     Args:
         rows: description key -> about how many rows that kernel will have; it selects among measured schedules.
@@ -163,8 +154,7 @@ def load(
 
     Raises:
         CompilerMissing, CompileError: from NVRTC; an error in a kernel's text names the kernel and shows the line.
-        RuntimeError: when something is still to be made and the current stream is being captured, or when the driver
-            refuses a kernel.
+        RuntimeError: when one is still to be made while the stream is captured, or the driver refuses it.
         ValueError: for a description that generated kernels do not cover, such as one with float64.
     """
     index = index_of(device)
@@ -188,12 +178,7 @@ def load_variant(
     *,
     cache_dir: Path | None = None,
 ) -> GpuKernel:
-    """The kernel with these schedules, whatever was measured; as `load` otherwise.
-
-    Raises:
-        ValueError: when the schedules do not fit the description or the GPU, with the reason; and as `load`.
-        CompilerMissing, CompileError, RuntimeError: as `load`.
-    """
+    """The kernel with these schedules, else as `load`; ValueError where they do not fit."""
     index = index_of(device)
     reason = _misfit(description, tuple(schedules), index)
     if reason:
@@ -203,7 +188,6 @@ def load_variant(
 
 
 def loaded() -> list[GpuKernel]:
-    """Every kernel that this process has made, in that order."""
     with _lock:
         return list(_made.values())
 
@@ -218,7 +202,7 @@ _written: set[tuple[WrittenKernel, int]] = set()  # those by hand, in the same w
 def measured(
     description: KernelDescription, device: torch.device, rows: int | None, cache_dir: Path | None = None
 ) -> tuple[Schedule, ...]:
-    """The schedules that were measured to be the best; none where none were, or where they do not fit any more."""
+    """The schedules that were measured to be the best and still fit."""
     index = index_of(device)
     found = store_for(torch.cuda.get_device_name(index), cache_dir).find(description.key, rows)
     return () if found and _misfit(description, found, index) else found
@@ -259,7 +243,6 @@ def _is_capturing(index: int) -> bool:
 def _make_all(
     wanted: Sequence[Wanted], written: Sequence[WrittenKernel], arch: str, cache_dir: Path | None
 ) -> list[Loadable]:
-    """Make what this process has not, of both kinds at the same time, and give those written by hand."""
     new = [(d, s) for d, s in wanted if (d.key, arch, s) not in _made]
 
     def make(description: KernelDescription, schedules: tuple[Schedule, ...]) -> GpuKernel:
@@ -274,7 +257,6 @@ def _make_all(
 
 
 def _in_parallel(jobs: Sequence[Callable[[], Any]], arch: str) -> list[Any]:
-    """Run the jobs of the compiler, several at a time, and return their results in order."""
     if not jobs:
         return []
     total, started = len(jobs), list[Future[Any]]()
@@ -321,7 +303,7 @@ Place = tuple[str, int]
 
 
 def _places(description: KernelDescription, text: CudaKernel) -> dict[tuple[str, str], Place]:
-    """(kind, name) of a parameter -> where the runtime finds it: tensors are loads, maxima, seed, stores and sums."""
+    """(kind, name) of a parameter -> where the runtime finds it."""
     d = description
     kinds = [("load", t.name) for t in d.loads] + [("maximum", t.name) for t in d.maxima]
     kinds += [("seed", "seed")] if d.streams else []

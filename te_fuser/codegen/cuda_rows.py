@@ -15,7 +15,7 @@ from te_fuser.formula.functions import FUNCTIONS
 
 
 class RowText(CudaKernelText):
-    """Row reductions: `kLanes` threads share a row and walk over it once for each stage, and once more to store."""
+    """Row reductions: `kLanes` threads share a row, and walk over it for each stage and to store."""
 
     def __init__(self, symbol: str, description: KernelDescription, schedule: Schedule, space: str) -> None:
         super().__init__(symbol, description, schedule, space)
@@ -44,7 +44,6 @@ class RowText(CudaKernelText):
         self.loop = f"{self.index} = {self.first}; {self.index} < {self.count}; {self.index} += {self.step}"
 
     def write(self) -> str:
-        """The function."""
         text = self.text
         with text.block(self.signature()):
             self.begin()
@@ -194,7 +193,6 @@ class RowText(CudaKernelText):
 
     @contextlib.contextmanager
     def _each(self, stores: bool = False) -> Iterator[None]:
-        """Each row of a thread, with `stores` those that are there."""
         if not self.held:
             yield
             return
@@ -294,7 +292,6 @@ class RowText(CudaKernelText):
         known.update({id(r): f"{name}{self.held}" for r, name in zip(p.reductions, names, strict=True)})
 
     def _reduce(self, names: Sequence[str], kinds: Sequence[str]) -> None:
-        """Join what threads have of their rows' reductions."""
         held = range(self.s.held)
         values = [f"{name}[{k}]" if self.held else name for name in names for k in held]
         joins, listed = ", ".join(kind for kind in kinds for _ in held), ", ".join(values)

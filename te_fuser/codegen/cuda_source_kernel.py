@@ -1,7 +1,4 @@
-"""Interface of a CUDA kernel that is written by hand, to be compiled and loaded beside the generated ones.
-
-One that is a text gets it from `TextKernel`.
-"""
+"""Interface of a CUDA kernel that is written by hand, and `TextKernel` for one that is a text."""
 
 from __future__ import annotations
 
@@ -39,21 +36,11 @@ class WrittenKernel(Hashable, Protocol):
         """Name of the kernel in errors and in the refusal of a captured stream."""
 
     def compile(self, arch: str, cache: Path | None) -> Loadable:
-        """The kernel for an architecture such as "sm_90a"; another call gives the same one, whatever the folder.
-
-        Args:
-            cache: the folder for machine code; that of the user's cache if not given.
-
-        Raises:
-            CompilerMissing, CompileError: from NVRTC.
-        """
+        """The kernel for an architecture such as "sm_90a", whatever the folder."""
 
 
 class MadeOnce(Generic[Made]):
-    """make(kernel, architecture, folder for machine code) once in a process for each kernel and architecture.
-
-    A program that was planned holds what was made then, so the folder of a later call must not bring another one.
-    """
+    """make(kernel, architecture, folder) once in a process, whatever later folders."""
 
     def __init__(self, make: Callable[[Any, str, Path | None], Made]) -> None:
         self._make = make
@@ -69,7 +56,6 @@ class MadeOnce(Generic[Made]):
         return found
 
     def cache_clear(self) -> None:
-        """Forget all of them."""
         self._made.clear()
 
 
@@ -77,10 +63,6 @@ class TextKernel(ABC, Generic[Made]):
     """A kernel that is a text for NVRTC and what the native runtime makes of its machine code.
 
     A subclass is a frozen dataclass of what its text depends on: equal ones are one kernel.
-
-    Attributes:
-        source: the text that all have.
-        headers: what it includes itself before its constants.
     """
 
     name: ClassVar[str]
@@ -88,11 +70,9 @@ class TextKernel(ABC, Generic[Made]):
     headers: ClassVar[tuple[str, ...]] = ()
 
     def constants(self) -> Iterable[str]:
-        """Lines before the source: what this one has for itself."""
         return ()
 
     def text(self) -> str:
-        """The CUDA text: headers, constants and source."""
         lines = [f'#include "{name}"' for name in self.headers]
         lines += ["", *self.constants(), ""] if lines else []
         return "\n".join([*lines, self.source.read_text()])
@@ -106,18 +86,12 @@ class TextKernel(ABC, Generic[Made]):
         return cast(Made, _compiled(self, arch, cache))
 
     def ready(self, device: torch.device) -> Made:
-        """The kernel, loaded on a CUDA device; where a plan names it, it has been compiled and loaded before.
-
-        Raises:
-            CompilerMissing, CompileError: from NVRTC.
-            RuntimeError: when the driver refuses it.
-        """
+        """The kernel, loaded on a CUDA device; where a plan names it, it has been compiled and loaded before."""
         index = device.index
         return _loaded(self, index_of(device) if index is None else index)  # type: ignore[no-any-return]
 
 
 def constants_of(types: Mapping[str, str], integers: Mapping[str, object], flags: Mapping[str, object]) -> list[str]:
-    """The lines of a text that say these."""
     lines = [f"using {name} = {ctype};" for name, ctype in types.items()]
     lines += [f"constexpr int {name} = {value};" for name, value in integers.items()]
     return lines + [f"constexpr bool {name} = {str(bool(value)).lower()};" for name, value in flags.items()]
@@ -150,12 +124,9 @@ def over_rows(
     """A kernel of one launch over rows, which takes tensors, the rows, how many blocks share them, and integers.
 
     Args:
-        name: its own, and that of its symbol.
         tensors: dtype and alignment in bytes of each; the first `inputs` are read.
-        threads: of a block.
-        rows: that a block looks at together.
+        rows: that a block, of so many threads and bytes of dynamic shared memory, looks at together.
         blocks: of a multiprocessor.
-        shared_bytes: dynamic shared memory of a block.
     """
     from te_fuser import _native
 
@@ -167,10 +138,8 @@ def over_rows(
 
 
 def index_of(device: torch.device) -> int:
-    """The number of a CUDA device; the current one's where it has none."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 
 def arch_on(index: int) -> str:
-    """The architecture to compile for on a CUDA device."""
     return nvrtc.arch_of(torch.cuda.get_device_capability(index))

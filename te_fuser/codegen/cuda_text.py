@@ -29,7 +29,6 @@ class Text(Lines):
     def loop(
         self, variable: str, count: str, unroll: str = "#pragma unroll"
     ) -> contextlib.AbstractContextManager[None]:
-        """A counted loop, unrolled so that arrays in registers are indexed by constants."""
         self(unroll)
         return self.block(f"for (int {variable} = 0; {variable} < {count}; ++{variable})")
 
@@ -110,7 +109,7 @@ def number(node: Expr, known: Mapping[int, str], one: str = "1.0f") -> str:
 
 
 def bare(text: str) -> str:
-    """Without the parentheses around the whole, if there are any."""
+    """Text without the parentheses around the whole, if any."""
     depth = 0
     for at, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
@@ -120,6 +119,5 @@ def bare(text: str) -> str:
 
 
 def part_role(e: Expr) -> str:
-    """The name of a tensor, with the number of the part where only a part of it is meant."""
     name, offset = e.attrs[0], e.attrs[-2]
     return f"{name}_{offset // e.width}" if e.is_part else name

@@ -1,7 +1,4 @@
-"""Description of a generated kernel, free of any schedule: loads, stores, column sums, maxima, and row sums by stage.
-
-Both targets (C++ and CUDA) and the PyTorch interpreter take this and nothing else.
-"""
+"""Description of a generated kernel, free of any schedule."""
 
 from __future__ import annotations
 
@@ -47,11 +44,10 @@ BLOCK = 128  # numbers that have a scale of their own, where it is stored by blo
 class Store:
     """A tensor that is written: FULL [rows, width] as one or more parts side by side, or ROWS [rows].
 
-    One that is "transposed" is FULL and lies as [width, rows], with zeros behind the rows up to a multiple of 16.
-    One in "blocks" is FULL and in 8 bits: it is rounded to `made_in`, then each 128 numbers of a row are multiplied by
-    the power of two that their largest magnitude leaves room for, and rounded again. Behind the rows lie the
-    reciprocals of these scales, float32 [ceil(width / 128), rows]. "transposed_blocks" are the same of what is
-    transposed, so each 128 numbers of a column have their scale: [width, rows] with zeros, and
+    One that is "transposed" lies as [width, rows], with zeros behind the rows up to a multiple of 16. One in "blocks"
+    is of 8 bits: rounded to `made_in`, each 128 numbers of a row multiplied by the power of two that their largest
+    magnitude leaves room for, and rounded again. Behind the rows lie the reciprocals of these scales, float32
+    [ceil(width / 128), rows]. "transposed_blocks" are the same of what is transposed: [width, rows] with zeros, and
     [ceil(rows / 128), width].
     """
 
@@ -80,11 +76,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class ScaleOf:
-    """The scale that follows from a largest magnitude, as `recipe.OwnScales` says.
-
-    Attributes:
-        most: the largest number of what is scaled to.
-    """
+    """The scale to `most`, the largest number of a dtype, that follows from a magnitude, as `recipe.OwnScales` says."""
 
     most: float
     power_of_two: bool
@@ -103,7 +95,7 @@ class Maximum:
     Attributes:
         scale: what the last block of a CUDA kernel makes of it: the call gives four numbers, `NUMBERS`, of which the
             last two are zero again when the first two are there. Other targets make none.
-        made_in: the dtype that everything is rounded to first, where that is not float32; by CUDA kernels alone.
+        made_in: the dtype that everything is rounded to first, by CUDA kernels alone; else float32.
     """
 
     name: str
@@ -144,54 +136,42 @@ class KernelDescription:
 
     @functools.cached_property
     def outputs(self) -> tuple[Store | Sum, ...]:
-        """Everything that is written, in the order of the kernel's tensors."""
         return (*self.stores, *self.sums)
 
     @functools.cached_property
     def tensors(self) -> tuple[Load | Store | Sum, ...]:
-        """Everything that is read or written, in the order of the kernel's tensors.
-
-        Between loads and outputs a call has the numbers that are raised (`maxima`), and the seed.
-        """
+        """Everything that is read or written; a call has maxima and the seed before outputs."""
         return (*self.loads, *self.outputs)
 
     @functools.cached_property
     def transposed(self) -> tuple[Store, ...]:
-        """Stores that are transposed."""
         return tuple(s for s in self.stores if is_transposed(s))
 
     @functools.cached_property
     def in_blocks(self) -> tuple[Store, ...]:
-        """Stores by blocks, transposed or not."""
         return tuple(s for s in self.stores if is_in_blocks(s))
 
     @property
     def is_by_tiles(self) -> bool:
-        """True where some output is stored otherwise than row by row."""
         return bool(self.transposed or self.in_blocks)
 
     @functools.cached_property
     def integers(self) -> int:
-        """Number of run-time integers of a call."""
         return len(self.streams) + (len(PLACES) if self.shared else 0)
 
     def share_of(self, stream: str) -> Shared | None:
-        """Split over ranks of what a stream draws for; None where it is whole."""
         return dict(self.shared).get(stream)
 
     @functools.cached_property
     def load_bytes(self) -> dict[str, int]:
-        """Load -> bytes of one of its elements."""
         return {t.name: item_size(t.dtype) for t in self.loads}
 
     @functools.cached_property
     def roots(self) -> tuple[Expr, ...]:
-        """Every expression that is stored or summed, or whose largest magnitude is wanted."""
         return tuple(p for item in (*self.outputs, *self.maxima) for p in item.parts)
 
     @functools.cached_property
     def nodes(self) -> tuple[Expr, ...]:
-        """Every node, arguments first."""
         return tuple(topological(self.roots))
 
     @functools.cached_property
@@ -227,7 +207,6 @@ class KernelDescription:
         )
 
     def bytes_moved(self, rows: int, samples: int = 1) -> tuple[int, int]:
-        """Bytes read and written for `rows` rows."""
         read = sum(elements_of(t, rows, samples) * item_size(t.dtype) for t in self.loads)
         written = sum(elements_of(t, rows, samples) * item_size(t.dtype) for t in self.outputs)
         return read, written
@@ -255,40 +234,34 @@ class KernelDescription:
 
 
 def item_size(dtype: str) -> int:
-    """Bytes of one element, by PyTorch's name of its dtype."""
     return getattr(torch, dtype).itemsize  # type: ignore[no-any-return]
 
 
 def is_transposed(tensor: Load | Store | Sum) -> bool:
-    """True where a tensor is stored as [width, rows]."""
     return isinstance(tensor, Store) and tensor.layout == "transposed"
 
 
 def is_in_blocks(tensor: Load | Store | Sum) -> bool:
-    """True where a tensor is stored with a scale for each block."""
     return isinstance(tensor, Store) and tensor.layout in ("blocks", "transposed_blocks")
 
 
 def sizes_in_blocks(layout: Layout, rows: int, width: int) -> tuple[int, int]:
-    """The sizes of a tensor of 8 bits by blocks: each of its rows with four bytes for each of their scales."""
+    """The sizes of a tensor by blocks: rows with four bytes for each of their scales."""
     height, inner, room = (rows, width, width) if layout == "blocks" else (width, rows, padded(rows))
     return height, room + 4 * -(-inner // BLOCK)
 
 
 def padded(rows: int) -> int:
-    """Number of rows for which a tensor that is stored transposed has room."""
     return -(-rows // TOKENS) * TOKENS
 
 
 def elements_of(tensor: Load | Store | Sum, rows: int, samples: int) -> int:
-    """Number of elements of a tensor in a call with so many rows and samples."""
     if isinstance(tensor, Store) and is_in_blocks(tensor):
         return math.prod(sizes_in_blocks(tensor.layout, rows, tensor.width))
     return elements(tensor.axes, tensor.width, padded(rows) if is_transposed(tensor) else rows, samples)
 
 
 def elements(axes: Axes, width: int, rows: int, samples: int) -> int:
-    """Number of elements of a tensor of this extent."""
     count = width if axes & Axes.FEATURE else 1
     if axes & Axes.OUTER:
         return count * rows
@@ -296,7 +269,6 @@ def elements(axes: Axes, width: int, rows: int, samples: int) -> int:
 
 
 def axes_text(axes: Axes) -> str:
-    """The extent in words."""
     names = {Axes.FULL: "full", Axes.ROWS: "rows", Axes.FEATURE: "feature", Axes.NONE: "scalar"}
     return names.get(axes, "+".join(a.name.lower() for a in (Axes.OUTER, Axes.BATCH, Axes.FEATURE) if axes & a))  # type: ignore[union-attr]
 
@@ -307,7 +279,7 @@ class NotOneKernel(ValueError):
 
 @record()
 class Target:
-    """A tensor that a kernel shall write: its expression, its extent, the dtype it is stored in, and how it lies."""
+    """A tensor that a kernel shall write, and how it lies."""
 
     name: str
     expression: Expr
@@ -325,14 +297,7 @@ def describe(
     tensors: dict[str, tuple[Axes, int, str]],
     maxima: Iterable[Target] = (),
 ) -> KernelDescription:
-    """Build a description from whole expressions.
-
-    Args:
-        name: the role of the kernel, e.g. "bias_gelu_fwd".
-        targets: what is stored per row.
-        sums: what is summed over rows.
-        tensors: leaf name -> (axes, full width, dtype).
-        maxima: whose largest magnitude is wanted, for each row and feature.
+    """Build a description from whole expressions, for leaves by name as (axes, full width, dtype).
 
     Raises:
         NotOneKernel: when the feature sizes do not divide one another.
@@ -379,10 +344,7 @@ _Narrowed = dict[int, tuple[Expr, Expr]]  # of this kernel: id of a wide reducti
 
 
 def _narrow_reductions(e: Expr, unit: int, narrowed: _Narrowed) -> Expr:
-    """Rewrite every wider row reduction below `e` as a combination of reductions over parts of `unit` features.
-
-    Each reduction is rewritten once: below one of another there would be as many rewritings as parts, at every level.
-    """
+    """Rewrite wider row reductions below `e` over parts of `unit` features, each once."""
 
     if not e.depth or e.widest == unit:
         return e

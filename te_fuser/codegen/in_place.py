@@ -10,8 +10,7 @@ only one that reads it there, and it has read all parts when it stores the first
     reread       each pass reads a thread's own vectors again, the last one right before it stores them
     two kernels  the second reads again what the first would have overwritten: none (`schedule.split`)
 
-Threads beyond the last row compute that row once more, and may find it half overwritten: what they compute is neither
-stored nor summed. Numbers that a thread shares with others (parameters, one a row, one a sample) are read at any time.
+Threads beyond the last row compute it once more, and neither store nor sum that. Shared numbers are never overwritten.
 """
 
 from __future__ import annotations
@@ -60,10 +59,7 @@ def pairs(description: KernelDescription, dying: Container[str]) -> tuple[tuple[
 
 @functools.lru_cache(maxsize=256)
 def is_cut(description: KernelDescription, arch: str) -> bool:
-    """True where a kernel's column sums need a kernel of their own on this architecture; then it overwrites nothing.
-
-    Where registers do not suffice, they may get one at compilation (`cuda_loader`); it overwrites nothing then.
-    """
+    """True where a kernel's column sums need a kernel of their own on this architecture; then it overwrites nothing."""
     if not (description.sums and description.reductions):
         return False
     return schedule_model.pick(rewrite(description), limits_of(arch)) is None

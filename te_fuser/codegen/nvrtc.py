@@ -1,7 +1,6 @@
 """CUDA text to machine code, through NVRTC and the official bindings; no GPU and no CUDA toolkit is needed.
 
-Machine code is kept on disk under a key of everything that it depends on: the text, the headers, the compiler's
-version, its options and the architecture.
+Machine code is kept on disk by text, headers, the compiler's version, its options and the architecture.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Machine code, and what its kernels take as the assembler reports it: nothing where NVRTC passes no report on."""
+    """Machine code, and what its kernels take, if NVRTC passes the report on."""
 
     cubin: bytes
     resources: tuple[Resources, ...]
@@ -63,16 +62,7 @@ def arch_of(capability: tuple[int, int]) -> str:
 
 
 def compile_source(source: str, arch: str, *, name: str = "", cache: Path | None = None) -> Compiled:
-    """Compile CUDA C++ text, or take it from the cache.
-
-    Args:
-        name: what errors call it; the first kernel's name if not given.
-        cache: the folder for machine code; `cache_folder()` if not given.
-
-    Raises:
-        CompilerMissing: when NVRTC cannot be loaded.
-        CompileError: when NVRTC reports an error.
-    """
+    """Compile CUDA C++ text, or take it from the cache; errors call it `name`, else by its first kernel."""
     if not name:
         kernel = re.search(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(", source)
         name = kernel[1] if kernel else "kernel"
@@ -85,7 +75,6 @@ def compile_source(source: str, arch: str, *, name: str = "", cache: Path | None
 
 
 def cache_folder() -> Path:
-    """Folder of compiled machine code: `te_fuser/cubin` in the user's cache folder."""
     return user_cache_dir() / "cubin"
 
 
@@ -97,7 +86,6 @@ def key(source: str, arch: str) -> str:
 
 @functools.cache
 def compiler_version() -> tuple[int, int]:
-    """NVRTC's version; CompilerMissing when it cannot be loaded."""
     with _needing_compiler():
         from cuda.bindings import nvrtc
 
@@ -107,11 +95,7 @@ def compiler_version() -> tuple[int, int]:
 
 @functools.cache
 def known_architectures() -> frozenset[int]:
-    """The architectures that NVRTC compiles for: 90 for compute capability 9.0.
-
-    Raises:
-        CompilerMissing: when it cannot be loaded.
-    """
+    """The architectures that NVRTC compiles for: 90 for compute capability 9.0."""
     with _needing_compiler():
         from cuda.bindings import nvrtc
 
@@ -131,7 +115,6 @@ def _needing_compiler() -> Iterator[None]:
 
 @functools.cache
 def _headers_digest() -> str:
-    """Our own headers by content, CUDA's by their version."""
     digest = hashlib.blake2b(digest_size=16)
     headers = sorted(p for p in INCLUDE.rglob("*") if p.suffix in (".h", ".cuh"))
     headers += [folder / "cuda.h" for folder in cuda_include_folders()]
@@ -142,17 +125,13 @@ def _headers_digest() -> str:
 
 
 def nvidia_folders() -> list[Path]:
-    """The folders of NVIDIA's wheels."""
     spec = importlib.util.find_spec("nvidia")
     return [Path(p) for p in spec.submodule_search_locations or ()] if spec else []
 
 
 @functools.cache
 def cuda_include_folders() -> tuple[Path, ...]:
-    """The folder with CUDA's own headers, from NVIDIA's wheels or a toolkit; none if there is none.
-
-    Generated kernels include none of them; one that is written by hand may.
-    """
+    """The folder with CUDA's own headers, for kernels written by hand, if there is one."""
     candidates = [p / inner / "include" for p in nvidia_folders() for inner in ("cu13", "cuda_runtime")]
     candidates += [Path(os.environ[v]) / "include" for v in ("CUDA_HOME", "CUDA_PATH") if v in os.environ]
     return tuple(p for p in candidates if (p / "cuda.h").is_file())[:1]
@@ -180,7 +159,6 @@ def _compile(source: str, arch: str, name: str) -> Compiled:
 
 
 def _text(nvrtc: Any, program: Any, size_of: Callable[..., Any], get: Callable[..., Any]) -> bytes:
-    """Bytes that NVRTC holds for a program, read by the function for their size and the one that copies them."""
     text = bytearray(_done(nvrtc, *size_of(program)))
     _done(nvrtc, *get(program, text))
     return bytes(text)

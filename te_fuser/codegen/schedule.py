@@ -83,13 +83,10 @@ class Schedule:
     A row is cut into vectors of `vector` elements. `lanes` threads share a row, each takes `chunks` vectors of it, and
     `slots` rows are in a block at the same time. Kind `columns`: the block covers lanes * vector columns, and each
     thread has `ahead` rows in flight. Kind `tile`: so too, with `chunks` turns for the rows of a tile. Kind `shared`:
-    `ahead` rows are in shared memory at once, one of them at work. Kind `registers`: a thread has `ahead` rows at once,
-    whose reductions meet at the same barriers.
+    `ahead` rows are in shared memory at once, one of them at work. Kind `registers`: a thread has `ahead` rows at once.
 
-    The GPU is filled with blocks `rounds` times, and they walk over all rows; with 0 there are as many blocks as the
-    rows need, and none walks; with column sums, by tiles, a block does four all the same, lest its sums cost more
-    than they gain. With `keeps` a thread loads its share of the parameters before a row needs them, and has them in
-    registers for all its rows.
+    The GPU is filled with blocks `rounds` times, and they walk over all rows; with 0 none walks, but by tiles with
+    column sums a block does four. With `keeps` a thread has its share of the parameters in registers for all its rows.
     """
 
     kind: Kind
@@ -105,17 +102,14 @@ class Schedule:
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
         return self.lanes * self.slots
 
     @property
     def owns_columns(self) -> bool:
-        """True where threads own columns and walk down the rows."""
         return self.kind in (Kind.COLUMNS, Kind.TILE)
 
     @property
     def ends_soon(self) -> bool:
-        """True where a block does a row, or as many as its threads hold at once, and ends."""
         return self.rounds == 0 and not self.owns_columns
 
     @property
@@ -134,7 +128,6 @@ class Schedule:
         return self.ahead if self.kind == Kind.REGISTERS else 1
 
     def tiles(self, width: int) -> int:
-        """Number of blocks side by side along the features."""
         return -(-width // self.covered) if self.owns_columns else 1
 
     def __str__(self) -> str:
@@ -172,10 +165,9 @@ def instructions(description: KernelDescription) -> float:
 
 @dataclass(frozen=True)
 class Pass:
-    """One walk over the features of a row.
+    """One walk over the features of a row, behind which `reductions` are complete; the last one has none and stores.
 
-    `reductions` are complete after it; none in the last pass, which stores and sums. `waits` are the full-size nodes
-    that later passes start from; each is a loaded tensor or a value in float32.
+    `waits` are the full-size nodes that later passes start from: loaded tensors, or values in float32.
     """
 
     reductions: tuple[Expr, ...]
@@ -197,7 +189,6 @@ def passes(description: KernelDescription, kind: Kind) -> tuple[Pass, ...]:
 
 
 def is_full(e: Expr) -> bool:
-    """True where a node differs from row to row and from feature to feature."""
     return bool(e.axes & Axes.FEATURE and e.axes & Axes.OUTER)
 
 
@@ -223,7 +214,6 @@ def _waiting_cost(e: Expr, kind: Kind, early: set[int]) -> float:
 
 
 def _again(e: Expr) -> float:
-    """Cost of computing a node once more."""
     return 0.0 if e.op == "input" else _COST_AGAIN * FUNCTIONS[e.op].gpu
 
 
@@ -260,8 +250,7 @@ ROW_VALUE = "row value "  # begins the names of numbers that go from one kernel 
 def split(description: KernelDescription) -> tuple[KernelDescription, KernelDescription]:
     """The stores and the column sums as kernels of their own.
 
-    What the sums need of a row's reductions goes through memory: one number a row for each, float32. The second one
-    reads the tensors again, so that the first overwrites none.
+    What the sums need of a row's reductions goes through memory, as float32. The second one reads the tensors again.
     """
     description = dataclasses.replace(description, overwrites=())
     parts = [p for s in description.sums for p in s.parts]
@@ -300,7 +289,6 @@ def _row_values(parts: Iterable[Expr]) -> Iterator[Expr]:
 
 
 def narrowed(description: KernelDescription) -> KernelDescription:
-    """The description without the loads and streams that it does not use."""
     used = {n.attrs[0] for n in description.nodes if n.op in ("input", "keep")}
     return dataclasses.replace(
         description,
@@ -313,7 +301,6 @@ def narrowed(description: KernelDescription) -> KernelDescription:
 
 
 def full_loads(description: KernelDescription) -> list[Expr]:
-    """The tensors that are read row by row."""
     return [n for n in description.nodes if n.op == "input" and is_full(n)]
 
 
@@ -323,12 +310,11 @@ def kept(description: KernelDescription, s: Schedule) -> tuple[Expr, ...]:
 
 
 def shared_bytes(description: KernelDescription, s: Schedule) -> int:
-    """Dynamic shared memory of a block."""
     return sum(size for _, size in shelves(description, s))
 
 
 def static_bytes(description: KernelDescription, s: Schedule) -> int:
-    """Static shared memory of a block: for row reductions, maxima, and for adding up what its slots summed."""
+    """Static shared memory of a block: for reductions, maxima, and sums of its slots."""
     stages = {len(stage) * s.held for stage in description.reductions}
     exchanges = sum(2 * 32 * 4 * n for n in stages) if s.lanes > 32 else 0
     exchanges += 32 * 4 * len(description.maxima) + 4 * 4 * BLOCK * sum(_waiting_in_blocks(description).values())
@@ -337,7 +323,7 @@ def static_bytes(description: KernelDescription, s: Schedule) -> int:
 
 
 def _waiting_in_blocks(description: KernelDescription) -> dict[tuple[object, ...], int]:
-    """Number of parts of each value that is stored by blocks, by the parts' digests and the dtype it is made in."""
+    """Number of parts of each value that is stored by blocks, by what it is."""
     return {(*[p.digest for p in t.parts], t.made_in): len(t.parts) for t in description.in_blocks}
 
 
@@ -347,8 +333,7 @@ _COMING_BYTES = 4  # of shared memory for an element of a tile: three blocks of 
 def coming(description: KernelDescription, s: Schedule) -> list[tuple[Expr, int | None]]:
     """Tensors of which a block that stores by blocks has a whole tile on its way, in shared memory.
 
-    With the number of the value (counted by parts) that waits where the tensor was; None: they lie behind all of these,
-    where what is transposed comes when they have been read.
+    With the number of the value (counted by parts) that waits where the tensor was; None: they lie behind all of these.
     """
     values = _waiting_in_blocks(description).items()
     places = [item_size(str(made_in)) for (*_, made_in), parts in values for _ in range(parts)]
@@ -371,10 +356,7 @@ _LEAST_COPIED = 4  # bytes of an asynchronous copy
 
 
 def shelves(description: KernelDescription, s: Schedule) -> list[tuple[Expr | None, int]]:
-    """Contents of dynamic shared memory, in order: rows on their way, waiting values, column sums (None).
-
-    Or tiles (None) of what is stored transposed.
-    """
+    """Contents of dynamic shared memory: rows on their way, waiting values, column sums or transposed tiles (None)."""
     own = s.threads * s.chunks * s.vector
     found: list[tuple[Expr | None, int]] = []
     if s.kind == Kind.TILE:  # one is written while another one is read

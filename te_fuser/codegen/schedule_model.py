@@ -1,30 +1,17 @@
 """Choice of a kernel's schedule: every one that fits is given a merit, and the best of them is picked.
 
 A kernel of this kind waits for memory, so its merit is the share of the memory's bandwidth that it can be expected to
-reach. The rules were fitted to some 4,000 timings on an H200 (norms, gated units, dropout and residual stretches, 512
-to 16,384 features, 16 to 32,768 rows; `python -m benchmarks.gpu.kernels --variants` repeats them):
+reach. The rules were fitted to some 4,000 timings on an H200; docs/lab/row-kernel-schedules.md has what they said.
 
-- Without column sums each block does one row, or as many as its threads hold at once, and ends. The GPU hands out
-  blocks as multiprocessors become free; blocks that walk over a fixed share of the rows are 4 to 8 % slower, because
-  some multiprocessors are farther from memory than others.
-- Rows that wait in registers must be 40 to 48 KiB on each multiprocessor, some of them on their way while others are
-  reduced or stored: with 32 KiB such a kernel reaches 88 %. So what counts is how few registers a row takes. A row that
-  fits nowhere else waits in shared memory, with the next ones on their way.
-- Where maxima are raised a block lives longer, so that more of them are worth more than parameters in registers:
-  LayerNorm in FP8 took 33 us with 8 blocks on a multiprocessor, and 35 with 6 that kept theirs. It waits for
-  instructions, too: by hand it took 29 to 31 us where threads had two rows, as many as 128 threads take; 256 took 36.
-- Column sums must not depend on who was free first, so there the rows are shared out beforehand, and copies of the
-  rows to come hide the differences. About 36 KiB of rows at once are best: with less, memory waits; with more, the
-  partial sums cost more, and so do reads and writes that get in each other's way.
-- Threads that own columns: small blocks, as many as fit; with column sums, 8 rows of 32 threads in a block, because
-  wide blocks leave few rows for each of them and make more partial sums.
-- What stores nothing, and raises maxima, walks down columns likewise: each block raises them once. It begins at the
-  last row, as the kernel behind it reads the first ones, which are then still in L2.
-- Tiles, which are stored transposed: a warp reads whole lines, and blocks are as small as their 128 rows allow, so that
-  some load while others store. Beside column sums they do four tiles and end. Where registers leave no room for four
-  blocks of 256 threads, blocks of 128 wait less for each other: GELU's slope between products, where the clock is low,
-  took 254 us by a text with blocks of one tile, and 278 by two blocks that walk. On another day
-  that of four tiles took 262, and other blocks that do four 260 to 291.
+- Without column sums each block does one row, or as many as its threads hold at once, and ends. With them the rows are
+  shared out beforehand: sums must not depend on who was free first.
+- Rows that wait in registers are to be 40 KiB or more on each multiprocessor, beside sums 36. A row that fits nowhere
+  else waits in shared memory, with the next ones on their way.
+- Where maxima are raised, more blocks are worth more than parameters in registers, and threads have two rows.
+- Threads that own columns: small blocks, as many as fit; with column sums, 8 rows of 32 threads in a block. What stores
+  nothing walks down columns likewise, from the last row on: the kernel behind it finds the first ones in L2.
+- Tiles: a warp reads whole lines, and blocks are as small as their 128 rows allow, so that some load while others
+  store.
 """
 
 from __future__ import annotations
@@ -105,10 +92,7 @@ def variants(description: KernelDescription, limits: Limits, most: int) -> list[
 
 
 def apart(description: KernelDescription, limits: Limits) -> list[tuple[Schedule, ...]]:
-    """Every schedule for the stores with one for the column sums in their own kernel, the best first.
-
-    None where sums and stores are not in each other's way. Two kernels overwrite nothing, whatever they may.
-    """
+    """Schedules for stores and column sums in two kernels, best first; none where they are not in each other's way."""
     if not (description.sums and description.reductions):
         return []
     rows, columns = split(description)
@@ -200,8 +184,8 @@ def _misfit(description: KernelDescription, s: Schedule, limits: Limits) -> str:
 def _vector(description: KernelDescription) -> int:
     """Elements of one access: 16 bytes of the narrowest full-size tensor, less where the width forbids it.
 
-    Where threads share a row, stores in 8 bits do not count: loads of 32 bytes from each took up to 9% longer.
-    With random draws it is 8 wherever the width allows, because one call of the generator gives 8.
+    Where threads share a row, stores in 8 bits do not count: loads of 32 bytes from each took up to 9% longer. With
+    draws it is 8 where it can be: one call of the generator gives 8.
     """
     full = [t for t in description.tensors if t.axes & Axes.FEATURE and t.axes & Axes.OUTER]
     least = {id(t): 2 for t in description.stores} if description.reductions else {}
@@ -293,7 +277,6 @@ def _busy(description: KernelDescription, s: Schedule) -> float:
 
 
 def _draws(description: KernelDescription) -> bool:
-    """True where each element has a random draw."""
     return any(n.op == "keep" and n.axes & Axes.FEATURE for n in description.nodes)
 
 
@@ -407,7 +390,7 @@ def _loaded_bytes(description: KernelDescription) -> int:
 
 
 def _travelling_bytes(description: KernelDescription) -> int:
-    """Bytes that kind `columns` reads for each feature of a row: not the parameters, which stay with their thread."""
+    """Bytes that kind `columns` reads for each feature of a row, without the parameters."""
     owned = any(t.axes & Axes.BATCH for t in description.sums)
     stays = Axes.SAMPLE_FEATURES if owned else Axes.FEATURE
     return sum(

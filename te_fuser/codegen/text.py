@@ -76,10 +76,15 @@ class RoleNames:
 
 
 def identifier(role: str) -> str:
-    """A role in letters, digits and single underscores (two in a row belong to the compiler), no digit in front."""
+    """A role as an identifier without two underscores in a row, or a digit in front."""
     name = re.sub(r"[^0-9a-zA-Z_]+", "_", role).strip("_") or "value"
     name = re.sub(r"__+", "_", name)
     return f"v_{name}" if name[0].isdigit() else name
+
+
+def part_name(name: str, index: int, parts: int) -> str:
+    """The name of a tensor, with the number of the part where it has several."""
+    return name if parts == 1 else f"{name}_{index}"
 
 
 def to_float32(value: float) -> float:

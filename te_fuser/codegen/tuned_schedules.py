@@ -1,7 +1,4 @@
-"""Schedules that were measured to be the best, on disk: by GPU, kernel and number of rows.
-
-A file that cannot be read, or an entry that does not fit its kernel any more, counts as none: then the model decides.
-"""
+"""Schedules that were measured to be the best, on disk: by GPU, kernel and number of rows."""
 
 from __future__ import annotations
 
@@ -41,12 +38,7 @@ class TunedSchedules(EntryFile):
         return ()
 
     def put(self, key: str, schedules: Sequence[Schedule], rows: int | None = None, **measured: object) -> None:
-        """Keep the best schedules of a kernel, and what was measured of them; what others wrote meanwhile stays.
-
-        Raises:
-            ValueError: without a schedule.
-            OSError: when the file cannot be written.
-        """
+        """Keep the best schedules of a kernel, and what was measured of them; what others wrote meanwhile stays."""
         if not schedules:
             raise ValueError("there is no schedule to keep")
         found = {"schedules": [dataclasses.asdict(s) for s in schedules], **measured}
@@ -54,7 +46,7 @@ class TunedSchedules(EntryFile):
 
 
 def store_for(gpu: str, folder: Path | None = None) -> TunedSchedules:
-    """The store for a kind of GPU, by its name; in the cache folder as it is set now if no other is given."""
+    """The store for a kind of GPU; in the cache folder if no other is given."""
     return TunedSchedules.of(gpu, folder)
 
 

@@ -40,7 +40,7 @@ _KNOWN_BY = "_te_fuser_known_by"  # attribute of an error: names of the groups w
 
 
 class RankMismatchError(RuntimeError):
-    """Ranks of a group are about to run different things together, or one of them raised or did not come."""
+    """Ranks of a group are about to run different things together."""
 
 
 # By ProcessGroup: the numbers of comparisons, and a lock of the thread that runs what its ranks run together.
@@ -177,7 +177,7 @@ def _key(number: int, who: int | str) -> str:
 
 
 def _first_difference(group: Group, given: Sequence[Sequence[Sequence[str]]]) -> str:
-    """The first line in which a rank differs from rank 0, in the same words on all ranks."""
+    """The first line in which a rank differs from rank 0, in the same words on all."""
     rank, lines = next((k, lines) for k, lines in enumerate(given) if lines != given[0])
     one, other = next(pair for pair in itertools.zip_longest(given[0], lines, fillvalue=None) if pair[0] != pair[1])
     kinds = [line[0] for line in (one, other) if line is not None]

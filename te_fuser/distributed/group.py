@@ -112,7 +112,7 @@ _given: dict[str, Group] = {}  # by name, those of several ranks
 
 
 def groups_given() -> tuple[Group, ...]:
-    """Groups of several ranks that ops of this process were given, and that still exist."""
+    """Groups of several ranks that ops of this process were given."""
     return tuple(group for group in _given.values() if group.is_here())
 
 

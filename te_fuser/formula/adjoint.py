@@ -1,8 +1,7 @@
 """Reverse-mode differentiation of expressions.
 
 Adjoints are added at full extent and reduced over the features once, where a node has none; the sum over rows waits
-until a leaf, because everything below is linear. Subgradients are torch's: ReLU 0 at 0, clamps pass at their limits,
-maximum and minimum halve at ties, row_max shares ties evenly, abs 0 at 0 (`functions` has the rules).
+until a leaf, because everything below is linear. Subgradients are torch's (`functions` has the rules).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from te_fuser.formula.traversal import topological
 
 
 def _spread(e: Expr, g: Expr) -> Iterable[tuple[Expr, Expr]]:
-    """The contributions of node `e` with adjoint `g`, as (argument, contribution)."""
+    """The contributions of a node, as (argument, contribution)."""
     if e.op == "concat":
         width = e.width // len(e.args)
         for k, a in enumerate(e.args):
@@ -29,22 +28,14 @@ def _spread(e: Expr, g: Expr) -> Iterable[tuple[Expr, Expr]]:
 
 
 def _counted(width: int, argument: Expr, contribution: Expr) -> Expr:
-    """Contribution to an argument that was broadcast to `width` features: one equal for all of them counts for each."""
+    """Contribution to an argument that was broadcast: one equal for all features counts for each."""
     if argument.has_features or contribution.has_features:
         return contribution
     return mul(const(width), contribution)
 
 
 def differentiate(seeds: Mapping[Expr, Expr], wanted: Iterable[Expr]) -> dict[Expr, Expr]:
-    """The adjoint of every wanted leaf, given the adjoint of some outputs.
-
-    Args:
-        seeds: output expression -> its adjoint.
-        wanted: leaves (`input` nodes at full width). Parts of a leaf are put together by concat.
-
-    Returns:
-        leaf -> adjoint, reduced over the features where the leaf has none, not yet summed over rows.
-    """
+    """Wanted leaf at full width -> its adjoint, given those of some outputs; not yet summed over rows."""
     order = topological(seeds)
     if split := _read_in_parts(order):
         order = topological([*(piece for pieces in split.values() for piece in pieces), *seeds])
@@ -76,7 +67,7 @@ def differentiate(seeds: Mapping[Expr, Expr], wanted: Iterable[Expr]) -> dict[Ex
 def _read_in_parts(order: Iterable[Expr]) -> dict[Expr, list[Expr]]:
     """Nodes that round their adjoint and are read in smaller parts, too -> these parts, in order.
 
-    The adjoint is rounded where all that arrives has been added up, so a larger one hands what it gets to its parts.
+    An adjoint is rounded once all has been added up, so a larger node hands what it gets to its parts.
     """
     by_scale: dict[tuple[object, ...], list[Expr]] = {}
     for node in order:
@@ -88,7 +79,7 @@ def _read_in_parts(order: Iterable[Expr]) -> dict[Expr, list[Expr]]:
 
 
 def _total(node: Expr, contributions: list[Expr]) -> Expr:
-    """Add contributions of equal extent first, then reduce each sum over the features if the node has none."""
+    """Add contributions of equal extent, then reduce over features that the node has not."""
     by_width: dict[int, Expr] = {}  # 0: without features; a node without features may meet parts of several widths
     for c in contributions:
         key = c.width if c.has_features else 0
@@ -100,7 +91,7 @@ def _total(node: Expr, contributions: list[Expr]) -> Expr:
 
 
 def _plus(a: Expr, b: Expr) -> Expr:
-    """a + b; what cancels is no number where its terms are none, as on tensors."""
+    """a + b; what cancels is no number where its terms are none."""
     total = add(a, b)
     return mul(const(0.0), a) if total is ZERO and a is not ZERO else total
 

@@ -24,7 +24,7 @@ _rounding: contextvars.ContextVar[bool] = contextvars.ContextVar("te_fuser_round
 
 
 def unrounded() -> AbstractContextManager[bool]:
-    """Context in which references of float64 inputs round nowhere: an op of another dtype (Cast) gives float64."""
+    """Context in which references of float64 inputs round nowhere: a Cast gives float64."""
     return being(_rounding, False)
 
 
@@ -65,11 +65,7 @@ def as_rows(tensor: torch.Tensor, axes: Axes | None, rows: torch.Tensor, stream:
 
 
 class Interpreter:
-    """Evaluates expressions over rows.
-
-    Tensors come as [rows, width], [rows], [width], [samples, width], [samples] or scalars by the axes of their leaf;
-    values in between are [rows or 1, width or 1].
-    """
+    """Evaluates expressions over rows; values in between are [rows or 1, width or 1]."""
 
     def __init__(
         self,

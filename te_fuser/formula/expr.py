@@ -1,8 +1,8 @@
 """Expressions: what a row formula is made of.
 
 An expression is an immutable node; building the same expression twice gives the same object, so common
-subexpressions are shared by construction. Every node knows its extent (`axes`), its feature width, and how many
-row reductions lie below it (`depth`), which is the synchronization stage a kernel computes it in.
+subexpressions are shared by construction. `depth` is the number of row reductions below it, and so the
+synchronization stage that a kernel computes it in.
 """
 
 from __future__ import annotations
@@ -50,11 +50,8 @@ class Expr:
     """One node: an operation, its arguments, its attributes, the axes it extends over and its feature width.
 
     Attributes:
-        has_features: whether it extends over the features.
-        reduces: whether this is a row reduction.
         unit, widest: what divides all feature widths here and below, concatenations apart, and the largest of all.
-        marked: whether it or something below means nothing to a kernel, or something else.
-        unmarked: the same without that, once it was asked for.
+        marked: whether it or something below means nothing to a kernel, or something else; `unmarked`: without that.
     """
 
     __slots__ = (
@@ -204,7 +201,7 @@ def lift(value: Any) -> Expr:
 
 
 def leaf(name: str, axes: Axes, width: int = 1) -> Expr:
-    """A tensor that the kernel reads: attrs are its name, the feature offset of this part and its full width."""
+    """A tensor that is read: its name, the offset of this part, its full width."""
     return make("input", (), (name, 0, width), axes, width if axes & Axes.FEATURE else 1)
 
 
@@ -221,7 +218,6 @@ def value(name: str, inner: Expr) -> Expr:
 
 
 def is_const(e: Expr, number: float | None = None) -> bool:
-    """True where `e` is a constant (equal to `number`, when one is given)."""
     return e.op == "const" and (number is None or e.attrs[0] == number)
 
 
@@ -238,7 +234,7 @@ def may_move(number: float | Fraction) -> bool:
 
 
 def is_scaled(e: Expr) -> bool:
-    """True where `e` is a multiple or a quotient by a number that may not be joined with other factors."""
+    """True for a multiple or quotient by a number that may not move."""
     number = e.args[0 if e.op == "mul" else 1] if e.op in ("mul", "div") else ONE
     return number.op == "const" and not may_move(number.attrs[0])
 
@@ -346,7 +342,6 @@ def unary(op: str, a: Expr, attrs: tuple[Any, ...] = ()) -> Expr:
 
 
 def binary(op: str, a: Expr, b: Expr) -> Expr:
-    """maximum or minimum."""
     return a if a is b else pointwise(op, a, b)
 
 
@@ -363,11 +358,7 @@ _POWERS: dict[Any, Callable[[Expr], Expr]] = {
 
 
 def power(a: Expr, exponent: Any) -> Expr:
-    """a to the power of a finite number, as torch.pow: NaN for a finite a < 0, unless the number is whole.
-
-    Raises:
-        TypeError: for another exponent.
-    """
+    """a to the power of a finite number, as torch.pow: NaN for a finite a < 0, unless the number is whole."""
     if not isinstance(exponent, Real) or not math.isfinite(exponent):
         raise TypeError(
             f"a formula raises to powers that are finite numbers, not to {exponent!r}; write exp(y * log(x))"
@@ -434,7 +425,6 @@ def concat(parts: Iterable[Expr], width: int | None = None) -> Expr:
 
 
 def tile(e: Expr, pieces: int) -> tuple[Expr, ...]:
-    """`e` cut along the features into `pieces` equal parts."""
     return tuple(part(e, k, pieces) for k in range(pieces))
 
 

@@ -1,7 +1,7 @@
 """Numbers rounded to 8 bits in PyTorch: by the one rule that all targets keep.
 
-Nearest even, within the finite range of the dtype: what lies beyond, infinities too, becomes its largest number. NaN
-stays NaN, and there is one: 0x7f. What `.to` makes of numbers beyond the range differs among versions of PyTorch.
+Nearest even; what lies beyond the finite range, infinities too, becomes the largest number. NaN stays, as 0x7f. What
+`.to` makes of such numbers differs among versions of PyTorch.
 """
 
 from __future__ import annotations
@@ -22,17 +22,12 @@ _turning: contextvars.ContextVar[bool] = contextvars.ContextVar("te_fuser_turnin
 
 
 def ties_turned() -> AbstractContextManager[bool]:
-    """Context in which numbers next to a tie are rounded the other way, as those are that were computed otherwise."""
+    """Context in which numbers next to a tie are rounded the other way."""
     return being(_turning, True)
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x in a dtype of 8 bits.
-
-    Args:
-        x: floating point, any shape.
-        dtype: float8_e4m3fn or float8_e5m2.
-    """
+    """x, floating point, in a dtype of 8 bits."""
     found = _nearest(x, dtype)
     if not _turning.get():
         return found

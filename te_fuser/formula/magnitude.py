@@ -22,8 +22,8 @@ class _Monomial(NamedTuple):
 def bound_of(e: Expr) -> Expr | None:
     """An expression b with |e| <= |b| for leaves of which none is infinite or NaN; None where no cheaper one is known.
 
-    b is a number times one leaf or two, and NaN or infinite where a leaf of e is so: |x sigmoid(x)| <= |x|. What is
-    computed exceeds it by less than 1% where b is neither infinite nor below 1e-30.
+    b is a number times one leaf or two, NaN or infinite where a leaf is: |x sigmoid(x)| <= |x|. What is computed
+    exceeds it by less than 1% where b is neither infinite nor below 1e-30.
     """
     nodes = topological([e])
     if not any(_bound_alone(n) is not None for n in nodes):
@@ -42,7 +42,7 @@ def bound_of(e: Expr) -> Expr | None:
 
 
 def _bound_alone(n: Expr) -> float | None:
-    """The largest magnitude that a function has anywhere, where what it is of is no NaN while leaves are finite."""
+    """The largest magnitude that a function has anywhere, of what is no NaN."""
     rises = FUNCTIONS[n.op].rises
     return max(map(abs, rises)) if rises is not None and _sign_of(n.args[0]) is not None else None
 
@@ -64,7 +64,7 @@ def _largest(n: Expr, of: Mapping[int, _Monomial | None]) -> _Monomial | None:
 
 
 def _operands(n: Expr, of: Mapping[int, Known | None]) -> tuple[Known | None, Known | None]:
-    """Findings of the two operands of a sum, a difference or a product; (None, None) where there are none."""
+    """Findings of the two operands of a sum, a difference or a product, else None."""
     first, second = n.args if n.op in ("add", "sub", "mul") else (None, None)
     return (None, None) if first is None or second is None else (of[id(first)], of[id(second)])
 
@@ -78,7 +78,7 @@ class _Sign(NamedTuple):
 
 
 def _sign_of(e: Expr) -> _Sign | None:
-    """Sign of a polynomial in one leaf whose terms share one, so that it is no difference of infinities; else None."""
+    """Sign of a polynomial in one leaf whose terms share one; else None."""
     found: dict[int, _Sign | None] = {}
     for n in topological([e]):
         found[id(n)] = _sign(n, found)

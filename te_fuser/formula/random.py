@@ -64,10 +64,8 @@ class Shared:
     """Split over ranks of the rows and columns that are drawn for; kernels are made for it, whatever the rank.
 
     Attributes:
-        rows: the number of ranks that share the rows.
         apart: whether the rows of a rank are several blocks of the whole's, and not one.
         samples: whether it is by samples that rows are shared.
-        columns: the number of ranks that share the columns.
         parts: the columns are so many tensors side by side, each of them shared.
     """
 
@@ -82,12 +80,9 @@ class Shared:
 class RankPlacement:
     """Place of a rank's rows and columns in the whole: of as many blocks in a row as there are ranks, it has one.
 
-        whole row = row + block * (rank + row // block * (ranks - 1))
+        whole row = row + block * (rank + row // block * (ranks - 1)),   block = row_block
 
     and so for columns, with a block for each of the parts.
-
-    Attributes:
-        row_block: how many rows follow each other here and in the whole.
     """
 
     shared: Shared
@@ -96,15 +91,12 @@ class RankPlacement:
     row_block: int = 1
 
     def rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of the whole."""
         return _of_whole(rows, self.row_block, self.row_rank, self.shared.rows)
 
     def columns(self, columns: torch.Tensor, width: int) -> torch.Tensor:
-        """Columns of the whole, of rows that have `width` here."""
         return _of_whole(columns, width // self.shared.parts, self.column_rank, self.shared.columns)
 
     def samples(self, samples: torch.Tensor, size: int) -> torch.Tensor:
-        """Samples of the whole, where there are `size` here."""
         return samples + size * self.row_rank if self.shared.samples else samples
 
     def of_blocks(self, index: torch.Tensor, block: int, samples: int) -> torch.Tensor:
@@ -129,7 +121,6 @@ class RandomStream:
     placed: RankPlacement | None = None  # None: the rank has all
 
     def bits(self, rows: int, width: int, device: torch.device) -> torch.Tensor:
-        """16 random bits for each element of so many rows."""
         drawn, placed = torch.arange(rows, device=device), self.placed
         if placed is None:
             return keep_bits(drawn, width, self.seed, self.offset, self.stream)
@@ -138,7 +129,6 @@ class RandomStream:
         return bits[:, placed.columns(torch.arange(width, device=device), width)]
 
     def sample_bits(self, size: int, device: torch.device) -> torch.Tensor:
-        """16 random bits for each of so many samples, [size, 1]."""
         samples = torch.arange(size, device=device)
         if self.placed is not None:
             samples = self.placed.samples(samples, size)
@@ -166,5 +156,4 @@ def current() -> RandomStream:
 
 
 def using(stream: RandomStream) -> AbstractContextManager[RandomStream]:
-    """Compute with this stream."""
     return being(_current, stream)

@@ -1,7 +1,4 @@
-"""Reductions over the features of each row, which are taken apart where that saves work; and substitution.
-
-That puts other expressions in the place of some nodes, and builds what stands above them again.
-"""
+"""Reductions over the features of each row, taken apart where that saves work; and substitution of nodes by others."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ from te_fuser.formula.traversal import Deep, deep, topological
 
 
 def substitute(roots: Iterable[Expr], replace: Callable[[Expr], Expr | None]) -> list[Expr]:
-    """Rebuild `roots` with every node for which `replace` gives another; its arguments are then not visited."""
+    """Rebuild `roots` with other nodes by `replace`, below which nothing is visited."""
     roots = list(roots)
     done: dict[int, Expr] = {}
 
@@ -47,8 +44,8 @@ def substitute(roots: Iterable[Expr], replace: Callable[[Expr], Expr | None]) ->
 def unmarked(e: Expr) -> Expr:
     """The expression without marks of op outputs, broadcast and detached values, which mean nothing to a kernel.
 
-    What is quantized is a product, rounded to a dtype: its gradient is nobody's concern any more. What cancels only now
-    was no number before, either, as x and an op's output -x are none together where x is infinite.
+    What is quantized is a product, rounded. What cancels only now was no number before, either: x - x where x is
+    infinite.
     """
     for node in topological([e], lambda n: not n.marked or n.unmarked is not None):
         args = tuple([a if a.unmarked is None else a.unmarked for a in node.args])
@@ -73,7 +70,7 @@ def before_quantized(e: Expr) -> Expr:
 
 
 def over(node: Expr, args: tuple[Expr, ...]) -> Expr:
-    """The node over other arguments, simplified; over as many features as before, where it has some of its own."""
+    """The node over other arguments, simplified; over as many features as before."""
     if args == node.args:
         return node
     if node.op == "value" and args[0].op not in ("input", "const"):
@@ -90,7 +87,6 @@ def over(node: Expr, args: tuple[Expr, ...]) -> Expr:
 
 
 def row_sum(e: Expr) -> Expr:
-    """The sum over the features of each row; a value without a feature axis is its own sum."""
     return sum_features(e, e.width) if e.has_features else e
 
 

@@ -15,9 +15,7 @@ def topological(
 ) -> list[Expr]:
     """Every node below `roots`, arguments first, in an order that depends on structure alone.
 
-    Args:
-        stop: which nodes are left out, and with them what only they lead to.
-        stops: whether these nodes are in the order nevertheless, without what they lead to.
+    Nodes for which `stop` holds, and what only they lead to, are left out; with `stops` they are there themselves.
     """
     order: list[Expr] = []
     seen: set[Expr] = set()
@@ -64,7 +62,7 @@ _READABLE = 60  # nodes, counted as often as they are written
 
 
 def render(e: Expr) -> str:
-    """The expression as one line of text; what a long one uses more than once gets a name, t0, t1, ..., before it."""
+    """The expression as one line; what a long one uses more than once is t0, t1, ...."""
     steps, (text,) = render_together([e])
     return "; ".join([*steps, text])
 

@@ -201,11 +201,7 @@ class Fuser:
     # ------------------------------------------------------------------------------------- the way of a call
 
     def run(self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()) -> Any:
-        """Run the plan for x.
-
-        Raises:
-            TypeError, ValueError: when the input does not fit the list; the message names the op and what to do.
-        """
+        """Run the plan for x."""
         y = self.again(x, inputs, outputs)
         if y is not None:
             return y
@@ -231,7 +227,7 @@ class Fuser:
     def prepare(
         self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()
     ) -> tuple[Executable, Call]:
-        """The executable for a call, and the call: what of its parameters is computed is computed here, once."""
+        """The executable for a call, and the call, whose parameters are computed once."""
         return self._prepare(x, inputs, outputs)[:2]
 
     def _prepare(
@@ -368,7 +364,7 @@ class Fuser:
 
 
 def with_questions(make: Callable[[Questions | None], Result], questions: Questions | None = None) -> Result:
-    """Result of `make` for sizes that note what is asked of them, or plain numbers where something takes no others."""
+    """Result of `make` for sizes that note questions, or for plain numbers where it takes no others."""
     questions = questions or Questions()
     try:
         return make(questions)
@@ -420,7 +416,7 @@ def _run_alone(
 
 
 def _listed_alone(op: FusableOperation) -> list[ListedOp]:
-    """The op as a list that does not keep it alive: of another object, whose attributes are those of both."""
+    """The op as a list that does not keep it alive: of a twin with the same attributes."""
     twin = with_attributes(op, op.__dict__)
     listed, known = [], entering_now(op)
     for item in list_ops([twin], "0"):

@@ -64,7 +64,7 @@ def _product(m: Match, which: str, kind: str = "plain") -> Multiply:
 
 
 def _kernel(m: Match, role: int, sides: str) -> QuantizeBlocks:
-    """Kernel that makes x, W or dy in 8 bits of what it comes in, by rows, turned or both."""
+    """Kernel that makes x, W or dy in 8 bits, by rows, turned or both."""
     form = _op(m).form
     dtype = (form.dtype, m[0].dtype_of("weight"), form.dtype)[role]
     return quantizers.kernel_of(dtype, form.formats[role], _scaling(m, role), sides)

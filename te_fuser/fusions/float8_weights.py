@@ -45,7 +45,7 @@ class Weights8(Maker):
 
 
 class OwnWeights8(Maker):
-    """Weights in 8 bits by scales of their own: one launch makes these, another quantizes."""
+    """Weights in 8 bits by scales of their own."""
 
     name = "quantize_weights"
     of = ("weight",)

@@ -174,7 +174,7 @@ def matches(
 
 
 def heads(pattern: Sequence[PatternPart]) -> tuple[type[FusableOperation], ...] | None:
-    """Kinds of which the first op of a match is; None: of any, as far as the parts tell."""
+    """Kinds of which the first op of a match is; None: of any."""
     found: list[type[FusableOperation]] = []
     for part in pattern:
         first = part.part if isinstance(part, (Optional, Repeat)) else part

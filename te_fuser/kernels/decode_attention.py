@@ -193,7 +193,7 @@ class OneQuery(TextKernel[_native.CudaKernel]):
 
 @functools.cache
 def _room(device: torch.device, heads: int) -> int:
-    """Blocks of so many heads that run at once and fill a GPU: one more would run alone."""
+    """Blocks of so many heads that run at once and fill a GPU."""
     resident = 4 if heads < 4 else 3  # of a multiprocessor; the fastest on an H200 for 1, 4 and 8 heads
     return resident * torch.cuda.get_device_properties(device).multi_processor_count
 

@@ -167,7 +167,7 @@ def turn(
 
 
 class Packing:
-    """Packs the gradients of q, k and v, turned back if at all; forms are worked out once."""
+    """Packs the gradients of q, k and v, turned back if at all."""
 
     def __init__(self, heads: PackedHeads, rotation: Rotation | None = None) -> None:
         self._heads, self._rotation = heads, rotation

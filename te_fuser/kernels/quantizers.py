@@ -68,7 +68,7 @@ def why_not_transposed(features: int) -> str | None:
 
 @dataclass(frozen=True)
 class Transposed8(TextKernel[_native.CudaKernel]):
-    """The kernel beside a plan's generated ones; its text is one for both dtypes of 8 bits."""
+    """The kernel beside a plan's generated ones."""
 
     dtype: torch.dtype
     name: ClassVar[str] = "transposed8"

@@ -47,7 +47,7 @@ def dropped(trials: Iterable[Trial]) -> list[Trial]:
 
 
 def concluded(trials: Sequence[Trial], place: str, contest: Callable[[], float]) -> list[Trial]:
-    """The trials and, where one was taken, a last one, `place`: all of these against none."""
+    """The trials and, where one was taken, a last one, `place`."""
     if not any(t.taken for t in trials):
         return list(trials)
     total = contest()
@@ -56,7 +56,7 @@ def concluded(trials: Sequence[Trial], place: str, contest: Callable[[], float])
 
 
 def seconds_alone(work: ModelCall) -> float:
-    """Seconds of work on PyTorch's current device, by events: the least of three, warmed up."""
+    """Seconds of work on PyTorch's current device, by events."""
     times = []
     for _ in range(4):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))

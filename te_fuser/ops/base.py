@@ -89,7 +89,7 @@ class Spec:
         return self._seen(exact)
 
     def rounded(self) -> Spec:
-        """Spec as prices see it: in plain numbers, those of a call rounded up to the grid."""
+        """Spec as prices see it, in plain numbers."""
         return self._seen(rounded_up)
 
     def _seen(self, view: Callable[[int], int]) -> Spec:

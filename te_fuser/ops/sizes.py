@@ -173,7 +173,7 @@ def rounded_up(size: Any) -> Any:
 
 
 def asked(function: Callable[..., Answer], *arguments: Any) -> Answer:
-    """Answer of a function that reads sizes natively: one question where some are of a call."""
+    """Answer of a function that reads sizes natively."""
     answer = function(*map(exact, arguments))
     size = next((a for a in arguments if isinstance(a, Size)), None)
     if size is not None:

@@ -112,7 +112,7 @@ def _watch_optimizers() -> None:
 
 
 def set_laid(owner: torch.nn.Module, name: str, laid: Laid) -> None:
-    """Say how parts of a parameter lie: optimizers' states have the shape of the whole, too."""
+    """Say how parts of a parameter lie."""
     owner.__dict__[LAID] = _Layouts(owner, {**how_laid(owner), name: laid})
 
 

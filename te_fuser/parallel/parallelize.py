@@ -143,7 +143,7 @@ def _group_of(mesh: DeviceMesh) -> Group:
 
 
 def _say_what_is_plain(model: torch.nn.Module, styles: Container[str], sequence_parallel: bool) -> None:
-    """Warn of modules in lists that are no ops and have no style: every rank runs them whole."""
+    """Warn of modules in lists that are no ops and have no style."""
     lists = [(path, module) for path, module in model.named_modules() if isinstance(module, Sequential)]
     found: dict[str, torch.nn.Module] = {}
     for path, listed in lists:

@@ -168,7 +168,7 @@ def described(model: torch.nn.Module) -> Iterator[Line]:
 
 
 def sizes_of(parts: Parts, whole: int) -> tuple[int, ...]:
-    """Sizes of the parts of a whole; where ratios do not divide it, they add up to another number."""
+    """Sizes of the parts of a whole, which ratios may not divide."""
     ratios = (1,) * parts if isinstance(parts, int) else parts
     return tuple(whole // sum(ratios) * ratio for ratio in ratios)
 

@@ -65,7 +65,7 @@ class Binding:
         return self.owner._parameters, self.name
 
     def facts(self) -> Facts:
-        """Facts by which calls find the right tensor in `slot`; by default none are needed."""
+        """Facts by which calls find the right tensor in `slot`."""
         return Facts()
 
     def look(self, made: Callable[..., torch.Tensor]) -> torch.Tensor | None:
@@ -98,7 +98,7 @@ class WeakBinding(Binding):
 
 
 def place_of(owner: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
-    """The module that has the parameter, and its name there: `q_proj.weight` is that of a part."""
+    """The module that has the parameter, and its name there."""
     path, _, last = name.rpartition(".")
     return (owner.get_submodule(path) if path else owner), last
 
@@ -189,7 +189,7 @@ class Given(torch.nn.Module):
 
 
 class GivenBinding(WeakBinding):
-    """A tensor of a call by its name: what it is like is known without computing anything."""
+    """A tensor of a call by its name."""
 
     tells: ClassVar[bool] = True
 

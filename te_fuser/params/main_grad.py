@@ -102,7 +102,7 @@ def main_grad_to_write(weight: torch.Tensor, over: bool = False) -> tuple[torch.
 
 
 def _writes_over(weight: torch.Tensor, over: bool) -> bool:
-    """True where a gradient replaces what main_grad holds; outside of backward each is alone."""
+    """True where a gradient replaces what main_grad holds."""
     over = over or getattr(weight, "overwrite_main_grad", False)
     backward = max(torch._C._current_graph_task_id(), _earlier.get())
     if backward < 0:

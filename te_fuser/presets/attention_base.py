@@ -198,7 +198,7 @@ class TorchOp(torch.nn.Module):
 
 
 class TorchAttention(TorchOp):
-    """Attention on packed heads in torch's functions, without masks of a call, and windows."""
+    """Attention on packed heads in torch's functions."""
 
     def __init__(self, op: ops.FusableOperation) -> None:
         super().__init__(op)

@@ -317,7 +317,7 @@ class Asking:
         return replace(call, padded_by="offsets and lengths"), _between_padding(sides, ends, begins, alike)
 
     def _longest(self, given: list[Any], alike: bool) -> int | None:
-        """Upper bound of all sequences' lengths, a power of two, if both sides have one."""
+        """Upper bound of all sequences' lengths, a power of two."""
         try:
             lengths = [operator.index(length) for length in given if length is not None]
         except TypeError:

@@ -81,7 +81,7 @@ class Asked(NamedTuple):
             return way(self.listed, self.x, **self.call)
 
     def by(self, way: Callable[..., Any]) -> Any:
-        """The call's result, where `way` gives that of the list: a method of `Sequential`."""
+        """The call's result, where `way` gives that of the list."""
         made = self.of_list(way)
         if not self.returns:
             return made

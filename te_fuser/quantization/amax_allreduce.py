@@ -124,7 +124,7 @@ class Agreement:
         self._entered.add(key)
 
     def begin(self, recipe: Recipe) -> None:
-        """Compare how many products there are, once; a difference is an error on all ranks."""
+        """Compare how many products there are, once."""
         if self._begun:
             return
         gc.collect()  # of a model that was dropped, one rank may have products yet, and another one none
@@ -228,7 +228,7 @@ def _is_agreed_on(state: State) -> bool:
 
 
 def note_alike(agreement: Agreement | None, left_out: set[State]) -> None:
-    """Note whose amaxes went into products' updates; plans follow where ranks' scales part."""
+    """Note whose amaxes went into products' updates."""
     alone, parted = frozenset([dist.get_rank()]), False
     ranks, reduced = (alone, {}) if agreement is None else (agreement.ranks, agreement.reduced())
     for state in [state for state in all_states() if state not in left_out]:

@@ -257,7 +257,7 @@ def _is_product(item: ListedOp) -> bool:
 
 
 def _recipe_of(item: ListedOp, around: Recipe) -> Recipe | str:
-    """The recipe by which a product runs in 8 bits; else why not, "" of what is no product."""
+    """The recipe by which a product runs in 8 bits; else why not."""
     if not _is_product(item):
         return ""
     product, chosen = cast(MatMul, item.lowered.op), recipe_for(weight_in(item), around)
@@ -416,7 +416,7 @@ def _check_narrow(item: ListedOp, call: CallSpecs, key: region.Key, recipe: Reci
 def _notes(
     listed: Sequence[ListedOp], key: region.Key, device: torch.device, capability: tuple[int, int] | None
 ) -> Iterator[str]:
-    """Lines on each product's precision; `capability` is that of a GPU that is only named."""
+    """Lines on each product's precision."""
     alike: dict[tuple[str, str], list[ListedOp]] = {}
     for item, recipe in _in_8_bits(listed, key.recipe):
         formats = "E4M3, gradients in E5M2" if recipe.fp8_format is Format.HYBRID else "E4M3"

@@ -79,7 +79,7 @@ def parameter_of(weight: Binding) -> torch.Tensor | None:
 
 
 def device_of(weight: Binding) -> torch.device | None:
-    """The device of a weight; None of one that is gone, given in calls, or without values."""
+    """The device of a weight, where it has one."""
     found = parameter_of(weight)
     return None if found is None or found.is_meta else found.device
 

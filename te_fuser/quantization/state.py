@@ -277,7 +277,7 @@ class State:
             self._put = None, None
 
     def _numbers(self, device: torch.device) -> list[torch.Tensor]:
-        """Scales and history that updates can write; what .half() rounded is as it was before."""
+        """Scales and history that updates can write."""
         if not self.has_buffers:
             return [torch.ones(len(ROLES), device=device), torch.zeros(1, len(ROLES), device=device)]
         found = []

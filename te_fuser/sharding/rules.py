@@ -248,7 +248,7 @@ class MatMulRule(CutRule):
         return op.with_attributes(_gathered=True) if self._takes_gathered(op, x, context) else op
 
     def local_ops(self, op: MatMul) -> tuple[FusableOperation, ...]:
-        """AllGather or AllReduceGradient before a MatMul, ReduceScatter or AllReduce behind it."""
+        """Collectives before and behind a MatMul."""
         if not op.is_cut:
             return (op,)
         inner, outer = op.own_features

@@ -47,7 +47,7 @@ class VerifiedCall:
     differentiable: frozenset[str] = frozenset()
 
     def to(self, dtype: torch.dtype | None) -> VerifiedCall:
-        """Copy with every floating-point tensor in `dtype`, if one is given; 8 bits stay as they are."""
+        """Copy with every floating-point tensor in `dtype`, if one is given."""
         if dtype is None:
             return self
 
@@ -315,7 +315,7 @@ class _Run:
         return {name: y.detach() for name, y in outputs.items()} | backward(), backward
 
     def _arriving(self, name: str, y: torch.Tensor) -> torch.Tensor:
-        """The gradient of an output: drawn once, then the same numbers whatever the dtype."""
+        """The gradient of an output, drawn once."""
         key = UPSTREAM + name
         if key not in self.upstream:
             rng = torch.Generator().manual_seed(len(self.upstream) + 7)

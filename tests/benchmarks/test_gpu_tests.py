@@ -19,7 +19,7 @@ from benchmarks.gpu import tests as gpu_tests
 from benchmarks.gpu.parts.table import PARTS
 from tests.benchmarks.pretended import PretendedGpu
 from tests.gpu.test_cuda_kernels_in_plans import DTYPES, name_of
-from tests.kernels import turned_cases
+from tests.kernels import test_qk_norm_rope as heads
 from tests.kernels.packed_cases import CASES
 
 
@@ -62,7 +62,7 @@ def test_lists_of_parts_say_how_long_each_takes(capsys: pytest.CaptureFixture[st
 
 def test_the_sanitizers_cases_exist() -> None:
     cases = {test for tests in gpu_tests.SANITIZED.values() for test in tests if "[" in test}
-    kernels = {case.name for case in (*CASES, *turned_cases.CASES)}
+    kernels = {case.name for case in (*CASES, *heads.CASES)}
     names = kernels | {f"with dropout-{name_of(dtype)}" for dtype in DTYPES}
     assert cases and {test.partition("[")[2].rstrip("]") for test in cases} <= names
 

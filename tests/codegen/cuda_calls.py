@@ -153,17 +153,12 @@ def _complaint(
         return f"{target.name}: {int((~got[finite].isfinite()).sum())} values are not finite"
     scale = exact[finite].abs().max().clamp_min(2.0**-24).item()
     order = 2.0**-21 * sizes[finite].max().item() if isinstance(target, Sum) else 0.0
-    for name, size in (("largest", _largest), ("typical", _typical)):
+    for name, size in (
+        ("largest", lambda x: x.abs().max().item()),
+        ("typical", lambda x: x.square().mean().sqrt().item()),
+    ):
         error, allowed = size(got[finite] - exact[finite]), 2 * size(usual[finite] - exact[finite])
         if error > allowed + units * 2 * HALF_ULP[target.dtype] * scale + order:
             figures = f"{name} error {error / scale:.2e}, PyTorch's is {allowed / 2 / scale:.2e}"
             return f"{target.name} ({target.dtype}): {figures}"
     return ""
-
-
-def _largest(x: torch.Tensor) -> float:
-    return x.abs().max().item()
-
-
-def _typical(x: torch.Tensor) -> float:
-    return x.square().mean().sqrt().item()

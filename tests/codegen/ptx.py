@@ -9,11 +9,6 @@ from te_fuser.codegen import nvrtc
 ACCESS = re.compile(r"\b(ld|st|red|atom|cp\.async|prefetch)[\w.]*\.(global|L1|L2)|\bld\.(volatile|relaxed|acquire)")
 
 
-def too_early(source: str, arch: str) -> list[str]:
-    """Faults of a text, as `too_early_in` finds them."""
-    return too_early_in(_virtual(source, arch))
-
-
 def too_early_in(text: str) -> list[str]:
     """Faults of the kernels of a PTX: those that never wait, and what is read or written before.
 

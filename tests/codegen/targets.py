@@ -26,9 +26,9 @@ ON_EVERY_TARGET = pytest.mark.parametrize("target", ["torch", "cpp", "cuda"])
 class Kernels:
     """The kernels of descriptions, by target and key; C++ and CUDA text are compiled in one go each."""
 
-    def __init__(self, descriptions: Iterable[KernelDescription], folder: Path) -> None:
+    def __init__(self, descriptions: Iterable[KernelDescription], folder: Path, cache: Path) -> None:
         every = [*descriptions]
-        self.loaded = dict(zip([d.key for d in every], load(every, cache_dir=folder), strict=True))
+        self.loaded = dict(zip([d.key for d in every], load(every, cache_dir=cache), strict=True))
         self.emulated = dict(zip(self.loaded, emulated([cuda.generate(d) for d in every], folder), strict=True))
 
     def __call__(self, target: str, d: KernelDescription) -> Any:
@@ -42,8 +42,8 @@ def compiled(descriptions: Mapping[str, KernelDescription]) -> Any:
     """A fixture of a module: the kernels of these descriptions."""
 
     @pytest.fixture(scope="module")
-    def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-        return Kernels(descriptions.values(), tmp_path_factory.mktemp("kernels"))
+    def kernels(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Kernels:
+        return Kernels(descriptions.values(), tmp_path_factory.mktemp("emulated"), cache)
 
     return kernels
 
@@ -61,9 +61,9 @@ def shared_out(loaded: LoadedKernel) -> CpuKernel:
     return CpuKernel(str(loaded.library), k.symbol, k.dtypes, *sizes, 1 << 30)
 
 
-def slots(d: KernelDescription, start: float = 0.0) -> dict[str, torch.Tensor]:
+def slots(d: KernelDescription, start: float = 0.0, device: str = "cpu") -> dict[str, torch.Tensor]:
     """The numbers that a kernel raises."""
-    return {m.name: torch.tensor([start]) for m in d.maxima}
+    return {m.name: torch.tensor([start], device=device) for m in d.maxima}
 
 
 def call(
@@ -73,13 +73,15 @@ def call(
     rows: int,
     batch: tuple[int, int] = (1, 1),
     raised: Mapping[str, torch.Tensor] | None = None,
+    device: str = "cpu",
 ) -> list[torch.Tensor]:
     """Outputs of a kernel of any target; the numbers that it raises are in `raised`, where that is given."""
-    made, raised = outputs(d, rows, batch[1]), slots(d) if raised is None else raised
+    made, raised = outputs(d, rows, batch[1], device), slots(d, device=device) if raised is None else raised
     if isinstance(kernel, Emulated):
         kernel(d, {**tensors, **raised}, made, rows, batch)
         return made
-    seed = (torch.tensor([SEED, OFFSET]),) if d.streams else ()
+    seed = (torch.tensor([SEED, OFFSET], device=device),) if d.streams else ()
     numbers = tuple(range(FIRST_STREAM, FIRST_STREAM + len(d.streams)))
-    kernel((*tensors.values(), *raised.values(), *seed, *made), rows, *batch, numbers)
+    given = (t.to(device) for t in tensors.values())
+    kernel((*given, *raised.values(), *seed, *made), rows, *batch, numbers)
     return made

@@ -32,11 +32,6 @@ AVX2, SSE2 = (pytest.param(flags, marks=ON_X86, id=str(flags)) for flags in (("-
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
-
-
-@pytest.fixture(scope="session")
 def kernels(cache: Path) -> dict[str, LoadedKernel]:
     return dict(zip(CORPUS, load(list(CORPUS.values()), cache_dir=cache), strict=True))
 

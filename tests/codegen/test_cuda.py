@@ -36,24 +36,19 @@ H200 = schedule.limits_of("sm_90a")
 BF16 = ("bfloat16", "bfloat16")
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cubins")
-
-
 # ------------------------------------------------------------------------------------------------ machine code
 
 
 @needs_nvrtc
-def test_a_kernel_that_is_cut_because_it_would_spill_overwrites_nothing(cache: Path) -> None:
+def test_a_kernel_that_is_cut_because_it_would_spill_overwrites_nothing(tmp_path: Path) -> None:
     """The plan thinks that it is one kernel; the second of two reads again what the first would have overwritten."""
     plain = next(d for d in corpus.dropout_add_layer_norm(Kit(*BF16), 12288) if d.sums)
     d = dataclasses.replace(plain, overwrites=in_place.pairs(plain, {t.name for t in plain.loads}))
     assert d.overwrites and not in_place.is_cut(d, "sm_90a")
     for _ in range(2):  # the second time from what is kept on disk
-        kernel, made = compile_kernel(d, "sm_90a", cache=cache)
+        kernel, made = compile_kernel(d, "sm_90a", cache=tmp_path)
         assert len(kernel.schedules) == 2 and kernel.overwrites == ()
-        assert kernel.schedules == compile_kernel(plain, "sm_90a", cache=cache)[0].schedules
+        assert kernel.schedules == compile_kernel(plain, "sm_90a", cache=tmp_path)[0].schedules
         assert not [r for r in made.resources if r.spilled_bytes > 16]
         assert "may be stored over" not in kernel.source
 
@@ -113,18 +108,15 @@ def variants(d: KernelDescription) -> list[tuple[Schedule, ...]]:
     return found
 
 
-def one_of_each_kind(kernels: list[cuda.CudaKernel]) -> list[cuda.CudaKernel]:
-    """Of each kernel one for each way to keep rows and sums, however far it loads ahead."""
-    return list({(k.source.split("\n", 1)[0], *((s.kind, s.sums) for s in k.schedules)): k for k in kernels}.values())
-
-
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
 def test_every_kind_of_schedule_compiles_and_waits_before_it_touches_memory(arch: str) -> None:
     """Kernels are launched so that they may start while those before them still run, from Hopper on."""
     names = ["layer_norm_bwd-1024-bf16-f32", "dropout_add_layer_norm_fwd-257-f32", "scale_shift_bwd-17-f32"]
     kernels = [cuda.generate(CORPUS[n], arch, schedules=s) for n in names for s in variants(CORPUS[n])]
-    compiled = kernels if arch == "sm_90a" else one_of_each_kind(kernels)
+    # For others one for each way to keep rows and sums, however far it loads ahead.
+    kinds = {(k.source.split("\n", 1)[0], *((s.kind, s.sums) for s in k.schedules)): k for k in kernels}
+    compiled = kernels if arch == "sm_90a" else kinds.values()
     with ThreadPoolExecutor(2) as pool:
         texts = [text for text, _ in pool.map(lambda k: ptx.compiled(k.source, arch), compiled)]
     assert arch == "sm_80" or not [complaint for text in texts for complaint in ptx.too_early_in(text)]

@@ -19,7 +19,7 @@ from te_fuser.dtypes import FLOAT8
 from te_fuser.formula import expr
 from te_fuser.formula import functions as f
 from te_fuser.formula.expr import Axes
-from tests.codegen import corpus, test_cuda_blocks, test_float8, test_in_place, test_maxima, tile_cases
+from tests.codegen import corpus, test_cuda_tile, test_float8, test_in_place, tile_cases
 from tests.codegen.corpus import RARE, Kit, descriptions, inputs, rare_inputs, reference
 from tests.codegen.cuda_calls import complaints
 from tests.codegen.targets import ON_EVERY_TARGET, Kernels, call, compiled
@@ -146,7 +146,7 @@ def tiles(reads: Sequence[str] = ("bfloat16",), widths: Sequence[int] = (4096,))
     for family in tile_cases.FAMILIES:
         yield from (family(Kit(*BF16), width, "float8_e4m3fn") for width in widths)
     for read in reads:
-        for make in (test_cuda_blocks.copied, test_cuda_blocks.gelu, test_cuda_blocks.slope):
+        for make in (test_cuda_tile.copied, test_cuda_tile.gelu, test_cuda_tile.slope):
             d = make(Kit(read, read), 4096, "float8_e4m3fn")
             yield dataclasses.replace(d, stores=d.stores[1:])
 
@@ -157,7 +157,7 @@ def overwriting() -> Iterator[KernelDescription]:
 
 
 def raising(every: int = 1) -> Iterator[KernelDescription]:
-    yield from (test_maxima.RAISING[name] for name in test_maxima.NAMES[::every])
+    yield from (test_float8.RAISING[name] for name in test_float8.NAMES[::every])
 
 
 # Of each architecture what is compiled: of the newest and the oldest less, whose text is that of the one between.
@@ -210,7 +210,7 @@ def test_constants_that_float32_has_no_decimal_for_are_infinite_or_nan(tmp_path:
         Target(name, f.where(x > 0, x, expr.const(value)), Axes.FULL, 8, "float32") for name, value in values.items()
     ]
     d = describe("constants", targets, [], {"x": (Axes.FULL, 8, "float32")})
-    found, tensors = Kernels([d], tmp_path), {"x": torch.arange(-4.0, 4.0)[None].contiguous()}
+    found, tensors = Kernels([d], tmp_path, tmp_path), {"x": torch.arange(-4.0, 4.0)[None].contiguous()}
     for target in ("cpp", "cuda"):
         for got, value in zip(call(found(target, d), d, tensors, 1), (-math.inf, math.inf, math.nan), strict=True):
             wanted = torch.where(tensors["x"] > 0, tensors["x"], value)

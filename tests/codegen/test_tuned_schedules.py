@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -124,18 +125,22 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["gpu.json"]
 
 
-def _write(path: Path) -> None:
-    for number in range(100):
+def _write(path: Path, together: Barrier) -> None:
+    together.wait(120)
+    for number in range(40):
         EntryFile(path).change(lambda entries, n=number: entries.update({f"theirs {n}": {}}))
 
 
 def test_processes_do_not_lose_each_others_entries(tmp_path: Path) -> None:
     file, number = EntryFile(tmp_path / "gpu.json"), 0
-    other = forking().Process(target=_write, args=(file.path,))
+    context = forking()
+    together = context.Barrier(2)
+    other = context.Process(target=_write, args=(file.path, together))
     other.start()
+    together.wait(120)
     while other.exitcode is None:  # as long as it writes, so that they meet
         number += 1
-        file.change(lambda entries, n=number: entries.update({f"ours {n % 100}": {"number": n}}))
+        file.change(lambda entries, n=number: entries.update({f"ours {n % 40}": {"number": n}}))
     found = file.entries()
-    assert other.exitcode == 0 and found[f"ours {number % 100}"] == {"number": number}
-    assert sum(key.startswith("theirs") for key in found) == 100
+    assert other.exitcode == 0 and found[f"ours {number % 40}"] == {"number": number}
+    assert sum(key.startswith("theirs") for key in found) == 40

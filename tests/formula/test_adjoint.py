@@ -11,35 +11,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from te_fuser.formula import (
-    Axes,
-    absolute,
-    clamp,
-    concat,
-    cos,
-    detach,
-    erf,
-    exp,
-    expr,
-    log,
-    log1p,
-    maximum,
-    minimum,
-    quantize_gradient,
-    relu,
-    row_max,
-    row_mean,
-    row_min,
-    row_sum,
-    rsqrt,
-    sigmoid,
-    sin,
-    softplus,
-    split,
-    sqrt,
-    tanh,
-    where,
-)
+from te_fuser import formula as f
+from te_fuser.formula import Axes, expr
 from te_fuser.formula.adjoint import differentiate
 from te_fuser.formula.evaluate import Interpreter
 from te_fuser.formula.expr import Expr, is_const
@@ -118,64 +91,64 @@ def same(got: torch.Tensor, want: torch.Tensor) -> None:
 # ----------------------------------------------------------------------------------- random compositions
 
 
-def _swap(a: Any) -> Any:
-    first, second = split(a, 2)
-    return concat([second, first])
-
-
 def _rotate(a: Any) -> Any:
-    first, second, third = split(a, 3)
-    return concat([third * first, first, second])
+    first, second, third = f.split(a, 3)
+    return f.concat([third * first, first, second])
 
 
 def _gate(a: Any) -> Any:
-    first, second = split(a, 2)
-    return concat([sigmoid(first) * second, second])
+    first, second = f.split(a, 2)
+    return f.concat([f.sigmoid(first) * second, second])
 
 
 def _sum_of_half(a: Any) -> Any:
-    first, second = split(a, 2)
-    return concat([first * row_sum(second), first])
+    first, second = f.split(a, 2)
+    return f.concat([first * f.row_sum(second), first])
 
 
 # Written so that values stay moderate and off poles, whatever they are applied to.
 UNARY: dict[str, Formula] = {
-    "exp": lambda a: exp(tanh(a)),
-    "log": lambda a: log(1.5 + a * a),
-    "log1p": lambda a: log1p(a * a),
-    "softplus": softplus,
-    "sin": sin,
-    "cos": cos,
-    "tanh": tanh,
-    "erf": erf,
-    "sigmoid": sigmoid,
-    "sqrt": lambda a: sqrt(a * a + 0.5),
-    "rsqrt": lambda a: rsqrt(a * a + 0.5),
-    "reciprocal": lambda a: 1.0 / (2.0 + tanh(a)),
-    "abs": absolute,
-    "relu": relu,
-    "clamp": lambda a: clamp(a, -0.5, 0.75),
+    "exp": lambda a: f.exp(f.tanh(a)),
+    "log": lambda a: f.log(1.5 + a * a),
+    "log1p": lambda a: f.log1p(a * a),
+    "softplus": f.softplus,
+    "sin": f.sin,
+    "cos": f.cos,
+    "tanh": f.tanh,
+    "erf": f.erf,
+    "sigmoid": f.sigmoid,
+    "sqrt": lambda a: f.sqrt(a * a + 0.5),
+    "rsqrt": lambda a: f.rsqrt(a * a + 0.5),
+    "reciprocal": lambda a: 1.0 / (2.0 + f.tanh(a)),
+    "abs": f.absolute,
+    "relu": f.relu,
+    "clamp": lambda a: f.clamp(a, -0.5, 0.75),
     "negate": lambda a: -a,
     "double": lambda a: a + a,
-    "square": lambda a: tanh(a) ** 2,
+    "square": lambda a: f.tanh(a) ** 2,
     "shift": lambda a: a - 0.25,
-    "row_sum": lambda a: 0.25 * row_sum(a),
-    "row_mean": row_mean,
-    "row_max": row_max,
-    "row_min": row_min,
-    "center": lambda a: a - row_mean(a),
-    "normalize": lambda a: a * rsqrt(row_mean(a * a) + 0.1),
+    "row_sum": lambda a: 0.25 * f.row_sum(a),
+    "row_mean": f.row_mean,
+    "row_max": f.row_max,
+    "row_min": f.row_min,
+    "center": lambda a: a - f.row_mean(a),
+    "normalize": lambda a: a * f.rsqrt(f.row_mean(a * a) + 0.1),
 }
-FEATURED: dict[str, Formula] = {"swap": _swap, "rotate": _rotate, "gate": _gate, "sum_of_half": _sum_of_half}
+FEATURED: dict[str, Formula] = {
+    "swap": lambda a: f.concat(f.split(a, 2)[::-1]),
+    "rotate": _rotate,
+    "gate": _gate,
+    "sum_of_half": _sum_of_half,
+}
 BINARY: dict[str, Formula] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
-    "mul": lambda a, b: tanh(a) * b,
-    "div": lambda a, b: a / (1.5 + tanh(b)),
-    "maximum": maximum,
-    "minimum": minimum,
-    "where": lambda a, b: where(a < b, a * 0.5, tanh(b)),
-    "where_at_least": lambda a, b: where(a >= b, b, relu(a)),
+    "mul": lambda a, b: f.tanh(a) * b,
+    "div": lambda a, b: a / (1.5 + f.tanh(b)),
+    "maximum": f.maximum,
+    "minimum": f.minimum,
+    "where": lambda a, b: f.where(a < b, a * 0.5, f.tanh(b)),
+    "where_at_least": lambda a, b: f.where(a >= b, b, f.relu(a)),
 }
 STEPS = st.lists(
     st.tuples(
@@ -228,26 +201,27 @@ def test_random_compositions(steps: list[tuple[str, int, int]], order: list[str]
 # --------------------------------------------------------------------------------------- chosen formulas
 
 FORMULAS: dict[str, tuple[Formula, str]] = {
-    "broadcast_row_below_a_sum": (lambda x, row: row_sum(x + row) * x, "x row"),
-    "broadcast_scalar_below_a_sum": (lambda x, scalar: row_sum(x - scalar) * x, "x scalar"),
-    "where_of_rows_below_a_sum": (lambda x, row, scalar: row_sum(where(row > 0, scalar, x)) * x, "x row scalar"),
-    "sum_of_one_half": (lambda x: row_sum(split(x, 2)[0]) * x, "x"),
-    "sums_of_both_halves": (lambda x: row_sum(split(x, 2)[0]) * row_sum(split(x, 2)[1]) + x, "x"),
-    "only_second_half": (lambda x: concat([split(x, 2)[1], split(x, 2)[1]]), "x"),
-    "halves_and_thirds": (lambda x: concat(split(x, 2)[::-1]) * concat(split(x * x, 3)[::-1]), "x"),
-    "thirds_of_halves": (lambda x: concat(split(concat(split(tanh(x), 2)[::-1]), 3)[::-1]), "x"),
-    "row_beside_features": (lambda x, row: concat([row, split(x, 2)[0]]), "x row"),
+    "broadcast_row_below_a_sum": (lambda x, row: f.row_sum(x + row) * x, "x row"),
+    "broadcast_scalar_below_a_sum": (lambda x, scalar: f.row_sum(x - scalar) * x, "x scalar"),
+    "where_of_rows_below_a_sum": (lambda x, row, scalar: f.row_sum(f.where(row > 0, scalar, x)) * x, "x row scalar"),
+    "sum_of_one_half": (lambda x: f.row_sum(f.split(x, 2)[0]) * x, "x"),
+    "sums_of_both_halves": (lambda x: f.row_sum(f.split(x, 2)[0]) * f.row_sum(f.split(x, 2)[1]) + x, "x"),
+    "only_second_half": (lambda x: f.concat([f.split(x, 2)[1], f.split(x, 2)[1]]), "x"),
+    "halves_and_thirds": (lambda x: f.concat(f.split(x, 2)[::-1]) * f.concat(f.split(x * x, 3)[::-1]), "x"),
+    "thirds_of_halves": (lambda x: f.concat(f.split(f.concat(f.split(f.tanh(x), 2)[::-1]), 3)[::-1]), "x"),
+    "row_beside_features": (lambda x, row: f.concat([row, f.split(x, 2)[0]]), "x row"),
     "weight_in_parts": (
-     lambda x, weight: concat([a * b for a, b in zip(split(x, 3), split(weight, 3)[::-1], strict=True)]), "x weight"),
-    "sum_of_weight": (lambda x, weight: x * row_sum(weight * weight), "x weight"),
-    "minimum_of_weight": (lambda x, weight: x * row_min(weight) + row_min(-x), "x weight"),
-    "maximum_of_weight": (lambda x, weight: x * row_max(weight), "x weight"),
+     lambda x, weight: f.concat([a * b for a, b in zip(f.split(x, 3), f.split(weight, 3)[::-1], strict=True)]),
+     "x weight"),
+    "sum_of_weight": (lambda x, weight: x * f.row_sum(weight * weight), "x weight"),
+    "minimum_of_weight": (lambda x, weight: x * f.row_min(weight) + f.row_min(-x), "x weight"),
+    "maximum_of_weight": (lambda x, weight: x * f.row_max(weight), "x weight"),
     "unused": (lambda x, z: x + 0 * z, "x z"),
-    "softmax": (lambda x: exp(x - row_max(x)) / row_sum(exp(x - row_max(x))), "x"),
-    "detached": (lambda x: exp(x - detach(row_max(x))) * detach(x), "x"),
-    "sample_scale": (lambda x, sample, per_sample: row_mean(x * sample) * x + per_sample * sample,
+    "softmax": (lambda x: f.exp(x - f.row_max(x)) / f.row_sum(f.exp(x - f.row_max(x))), "x"),
+    "detached": (lambda x: f.exp(x - f.detach(f.row_max(x))) * f.detach(x), "x"),
+    "sample_scale": (lambda x, sample, per_sample: f.row_mean(x * sample) * x + per_sample * sample,
      "x sample per_sample"),
-    "one_per_row": (lambda x, weight: row_sum(x * weight), "x weight"),
+    "one_per_row": (lambda x, weight: f.row_sum(x * weight), "x weight"),
 }  # fmt: skip
 
 
@@ -265,14 +239,14 @@ def halves() -> torch.Tensor:
 
 
 TIES: dict[str, Formula] = {
-    "clamp": lambda x, z: clamp(x, -0.5, 0.5),
-    "clamp_above": lambda x, z: clamp(x, high=0.5),
-    "clamp_below": lambda x, z: clamp(x, low=0.5),
-    "maximum_with_number": lambda x, z: maximum(x, 0.5) * minimum(0.0, z),
-    "row_min_of_concat": lambda x, z: row_min(concat([split(x, 2)[0], split(z, 2)[1]])) * z,
-    "row_max_of_concat": lambda x, z: row_max(concat([split(x, 2)[0], split(z, 2)[1]])) * z,
-    "row_max_of_halves": lambda x, z: row_max(split(x, 2)[0]) * z,
-    "where": lambda x, z: where(x > z, x, where(x < z, z, 2 * x)),
+    "clamp": lambda x, z: f.clamp(x, -0.5, 0.5),
+    "clamp_above": lambda x, z: f.clamp(x, high=0.5),
+    "clamp_below": lambda x, z: f.clamp(x, low=0.5),
+    "maximum_with_number": lambda x, z: f.maximum(x, 0.5) * f.minimum(0.0, z),
+    "row_min_of_concat": lambda x, z: f.row_min(f.concat([f.split(x, 2)[0], f.split(z, 2)[1]])) * z,
+    "row_max_of_concat": lambda x, z: f.row_max(f.concat([f.split(x, 2)[0], f.split(z, 2)[1]])) * z,
+    "row_max_of_halves": lambda x, z: f.row_max(f.split(x, 2)[0]) * z,
+    "where": lambda x, z: f.where(x > z, x, f.where(x < z, z, 2 * x)),
     "comparison_as_number": lambda x, z: (x >= z) * x + (x <= z) * z,
 }
 
@@ -285,7 +259,7 @@ def test_subgradients_at_kinks_and_ties(name: str) -> None:
 
 def test_several_outputs_add_up() -> None:
     x, d1, d2 = (expr.leaf(n, Axes.FULL, WIDTH) for n in ("x", "d1", "d2"))
-    inner = expr.value("inner", tanh(x))
+    inner = expr.value("inner", f.tanh(x))
     adjoint = differentiate({inner: d1, inner * inner: d2}, [x])[x]
     t = {n: torch.randn(ROWS, WIDTH, dtype=torch.float64) for n in ("x", "d1", "d2")}
     (got,) = Interpreter(t, {}, ROWS, t["x"]).run([adjoint])
@@ -294,17 +268,17 @@ def test_several_outputs_add_up() -> None:
 
 
 def _halves(y: Any) -> Any:
-    a, b = split(y, 2)
-    return concat([a * sigmoid(b), a + b])
+    a, b = f.split(y, 2)
+    return f.concat([a * f.sigmoid(b), a + b])
 
 
 def _thirds(y: Any) -> Any:
-    a, b, c = split(y, 3)
-    return concat([a * b, b * c, tanh(c)])
+    a, b, c = f.split(y, 3)
+    return f.concat([a * b, b * c, f.tanh(c)])
 
 
 READERS: dict[str, Formula] = {
-    "whole": lambda y: y * tanh(y),
+    "whole": lambda y: y * f.tanh(y),
     "halves": _halves,
     "thirds": _thirds,
     "itself": lambda y: y,
@@ -316,8 +290,8 @@ def test_what_is_rounded_is_the_sum_of_what_arrives(read: tuple[str, str]) -> No
     """By outputs that read a value as a whole, or parts of it of any size."""
 
     def outputs(x: Any, z: Any, scale: Any) -> list[Any]:
-        inner = quantize_gradient(x + tanh(z), scale, torch.float8_e5m2)
-        y = quantize_gradient(inner * READERS[read[0]](inner), scale, torch.float8_e5m2)
+        inner = f.quantize_gradient(x + f.tanh(z), scale, torch.float8_e5m2)
+        y = f.quantize_gradient(inner * READERS[read[0]](inner), scale, torch.float8_e5m2)
         return [READERS[name](y) for name in read]
 
     x, z, d1, d2 = (expr.leaf(n, Axes.FULL, WIDTH) for n in ("x", "z", "d1", "d2"))

@@ -20,6 +20,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where kernels that are compiled are kept for the tests of a file."""
+    return tmp_path_factory.mktemp("cubins")
+
+
 @pytest.fixture
 def narrow_products() -> None:
     if torch.cuda.get_device_capability() < (8, 9):

@@ -10,26 +10,14 @@ import torch
 
 import te_fuser
 from te_fuser import Sequential, ops
-from te_fuser.kernels.attention import PROVIDERS, AttentionProblem
+from te_fuser.kernels.attention import PROVIDERS
 from te_fuser.kernels.packages import flash_attn_4
-from te_fuser.ops.base import Spec
-from tests.gpu.packing_providers import (
-    FLASH_4,
-    NEEDS_PACKAGE,
-    alone,
-    check_a_thread_of_its_own,
-    check_refused_in_a_capture,
-    close,
-    in_a_thread_of_its_own,
-    one_backward,
-    ran_forward,
-    replays,
-)
+from tests.gpu import packing_providers as providers
 from tests.gpu.test_attention_in_plans import check, gradients, launched, names, projected
 from tests.kernels.attention.cases import by_provider
 from tests.twins import randomize
 
-pytestmark = NEEDS_PACKAGE
+pytestmark = providers.NEEDS_PACKAGE
 PROVIDER = next(p for p in PROVIDERS if p.name == "cuda_flash_attn_4")
 NAME = f"attention_{PROVIDER.name}"
 
@@ -37,15 +25,8 @@ NAME = f"attention_{PROVIDER.name}"
 @pytest.fixture(autouse=True)
 def _in_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of small attention."""
-    monkeypatch.setattr(flash_attn_4.PACKAGE, "version", lambda: FLASH_4)
+    monkeypatch.setattr(flash_attn_4.PACKAGE, "version", lambda: providers.FLASH_4)
     monkeypatch.setattr(type(PROVIDER), "calls", (1.0, 1.0))
-
-
-def test_it_can_be_used() -> None:
-    assert flash_attn_4.PACKAGE.missing() is None and flash_attn_4.unusable() is None
-    op = ops.DotProductAttention(4, 128, mask="causal", layout="sequence_first")
-    x = Spec((128, 2, op.packed.features), torch.bfloat16, torch.device("cuda", 0))
-    assert PROVIDER.reason_not(AttentionProblem.of(op.settings(), x, needs_grad=True)) is None
 
 
 @pytest.mark.parametrize("layout", ["sequence_first", "batch_first"])
@@ -58,7 +39,7 @@ def test_values_and_gradients(layout: str, packing: str, dtype: torch.dtype) -> 
     for rope, kv_heads, positions in itertools.product((True, False), groups, (65, 1000)):
         if (layout, packing, kv_heads) == ("batch_first", "interleaved", 2):
             continue  # there are no strides for its gradient
-        with alone():
+        with providers.alone():
             plan = check(projected(4, kv_heads, 128, rope, **options), 3, positions, dtype, layout)
         forward, backward = names(plan)
         assert forward[NAME] == backward[NAME] == (1 + rope, 2 + rope)
@@ -81,7 +62,7 @@ def test_it_agrees_with_the_meaning(layout: str, packing: str, mask: str) -> Non
             y, dx = by_provider(PROVIDER, op, x, dy)
         want = gradients(Sequential(op).double(), x.double(), dy, reference=True)
         sizes = (dim, positions, samples, kv_heads)
-        assert all(close(one, other) for one, other in zip((y, dx), want, strict=True)), sizes
+        assert all(providers.close(one, other) for one, other in zip((y, dx), want, strict=True)), sizes
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -95,15 +76,15 @@ def test_later_calls_compute_what_the_package_does(kv_heads: int) -> None:
         for found, (x, dy) in zip(later, inputs, strict=True):
             flash_attn_4.runs.forget()
             want = by_provider(PROVIDER, op, x, dy)
-            assert torch.equal(found[0], want[0]) and close(found[1], want[1])
+            assert torch.equal(found[0], want[0]) and providers.close(found[1], want[1])
 
 
 def test_later_calls_are_the_packages_launches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors, op, dy = one_backward(PROVIDER, 128, 216)
+    tensors, op, dy = providers.one_backward(PROVIDER, 128, 216)
     want = PROVIDER.backward(op.settings(), tensors, dy)["input"]
     for name in flash_attn_4._TAKEN:
         monkeypatch.setattr(flash_attn_4._module(), name, lambda **named: pytest.fail("the package was called"))
-    assert close(PROVIDER.backward(op.settings(), tensors, dy)["input"], want)
+    assert providers.close(PROVIDER.backward(op.settings(), tensors, dy)["input"], want)
     with torch.no_grad():
         assert torch.equal(PROVIDER.forward(op.settings(), {"input": tensors["input"]})[0], tensors["output"])
 
@@ -124,20 +105,23 @@ def test_captures() -> None:
     op = ops.DotProductAttention(4, 128, mask="causal", layout="batch_first")
     model = randomize(Sequential(ops.Linear(64, op.packed.features), op)).to("cuda", torch.bfloat16)
     x, dy = (torch.randn(2, 136, n, device="cuda", dtype=torch.bfloat16) for n in (64, 512))
-    with alone():
+    with providers.alone():
         assert NAME in names(model.plan(x.clone().requires_grad_()))[1]
         want = gradients(model, x, dy)
         replayed = te_fuser.cuda_graph(model, x.clone().requires_grad_())
-        assert all(torch.equal(y, want[0]) and close(dx, want[1]) for y, dx in replays(replayed, model, x, dy))
+        assert all(
+            torch.equal(y, want[0]) and providers.close(dx, want[1])
+            for y, dx in providers.replays(replayed, model, x, dy)
+        )
 
 
 def test_a_capture_of_a_form_that_did_not_run_is_refused() -> None:
-    check_refused_in_a_capture(PROVIDER, 128)
+    providers.check_refused_in_a_capture(PROVIDER, 128)
 
 
 def test_another_stream() -> None:
     """Its kernels wait for what is on PyTorch's current stream."""
-    tensors, op, dy = one_backward(PROVIDER, 128, 2048)
+    tensors, op, dy = providers.one_backward(PROVIDER, 128, 2048)
     want = PROVIDER.backward(op.settings(), tensors, dy)["input"]
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
@@ -147,19 +131,19 @@ def test_another_stream() -> None:
         late.copy_(dy)
         found = PROVIDER.backward(op.settings(), tensors, late)["input"]
     side.synchronize()
-    assert close(found, want)
+    assert providers.close(found, want)
 
 
 def test_a_thread_of_its_own() -> None:
-    check_a_thread_of_its_own(PROVIDER, 128)
+    providers.check_a_thread_of_its_own(PROVIDER, 128)
 
 
 def test_the_first_run_in_a_thread_of_its_own() -> None:
     """There it is compiled, as in a backward pass."""
-    tensors, op, dy = one_backward(PROVIDER, 128, 184)
+    tensors, op, dy = providers.one_backward(PROVIDER, 128, 184)
     flash_attn_4.runs.forget()
-    found = in_a_thread_of_its_own(PROVIDER, op, tensors, dy)
-    assert close(found, PROVIDER.backward(op.settings(), tensors, dy)["input"])
+    found = providers.in_a_thread_of_its_own(PROVIDER, op, tensors, dy)
+    assert providers.close(found, PROVIDER.backward(op.settings(), tensors, dy)["input"])
 
 
 @pytest.mark.parametrize("layout", ["sequence_first", "batch_first"])
@@ -169,7 +153,7 @@ def test_nothing_is_copied_or_packed(layout: str, packing: str, tmp_path: Path) 
     op = ops.DotProductAttention(8, 128, mask="causal", layout=layout, packing=packing)
     rows = (256, 8) if layout == "sequence_first" else (8, 256)
     x, dy = (torch.randn(*rows, n, device="cuda", dtype=torch.bfloat16) for n in (op.packed.features, 1024))
-    _, tensors = ran_forward(PROVIDER, op, x)
+    _, tensors = providers.ran_forward(PROVIDER, op, x)
     with torch.no_grad():
         PROVIDER.backward(op.settings(), tensors, dy)["input"]
         forward = launched(lambda: PROVIDER.forward(op.settings(), {"input": x}), tmp_path)

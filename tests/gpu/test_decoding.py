@@ -12,8 +12,7 @@ import torch
 import te_fuser
 from te_fuser import fusions, ops
 from tests.gpu.packing_providers import nothing_waits
-from tests.kernels.one_query_cases import CASES, Case
-from tests.kernels.test_decode_attention import KERNELS, by_kernel, call, plain
+from tests.kernels.test_decode_attention import CASES, KERNELS, Case, check_caches
 
 GPU = torch.device("cuda", 0)
 LONG = {
@@ -35,16 +34,7 @@ def test_one_query(name: str) -> None:
 @pytest.mark.parametrize("sequence_first", [True, False])
 @pytest.mark.parametrize("name", KERNELS)
 def test_caches(name: str, sequence_first: bool) -> None:
-    made = KERNELS[name]
-    for positions, starts, counts in ((1, [0, 5, 2], [1, 1, 0]), (4, [0, 2, 3], [4, 4, 2]), (3, [4, -1, 6], [3, 1, 1])):
-        x, *ours = (t.cuda() for t in call(made, positions, sequence_first, starts, counts))
-        ours = [*(torch.stack([t, t])[0] for t in ours[:2]), *ours[2:]]
-        theirs = [t.clone() for t in ours]
-        want = plain(made, sequence_first, x, *theirs)
-        found = by_kernel(made, sequence_first, x, *ours)
-        torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
-        for a, b in zip(ours[:2], theirs[:2], strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=0)
+    check_caches(name, sequence_first, GPU)
 
 
 @pytest.mark.parametrize("layout", ["sequence_first", "batch_first"])

@@ -25,14 +25,9 @@ GUARD = 64  # elements before and after each output that no kernel may touch
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cubins")
-
-
-@pytest.fixture(scope="module")
-def kernels(cache: Path) -> dict[str, GpuKernel]:
+def kernels(folder: Path) -> dict[str, GpuKernel]:
     made = [cuda.generate(d, arch()) for d in CORPUS.values()]
-    compiled = compile_all(made, cache)
+    compiled = compile_all(made, folder)
     return {name: GpuKernel(k, c) for name, k, c in zip(CORPUS, made, compiled, strict=True)}
 
 
@@ -87,10 +82,10 @@ def variants(d: KernelDescription) -> list[CudaKernel]:
 
 
 @pytest.mark.parametrize("name", VARIED)
-def test_every_schedule(name: str, cache: Path) -> None:
+def test_every_schedule(name: str, folder: Path) -> None:
     d = CORPUS[name]
     made = variants(d)
-    for kernel, compiled in zip(made, compile_all(made, cache), strict=True):
+    for kernel, compiled in zip(made, compile_all(made, folder), strict=True):
         loaded = GpuKernel(kernel, compiled)
         check(loaded, d, 0)
         check(loaded, d, 301, (7, 43))
@@ -104,10 +99,10 @@ LARGE = [
 
 
 @pytest.mark.parametrize(("family", "width"), LARGE, ids=lambda v: str(getattr(v, "__name__", v)))
-def test_large_rows(family: corpus.Family, width: int, cache: Path) -> None:
+def test_large_rows(family: corpus.Family, width: int, folder: Path) -> None:
     for d in family(Kit("bfloat16", "bfloat16"), width):
         kernel = cuda.generate(d, arch())
-        (compiled,) = compile_all([kernel], cache)
+        (compiled,) = compile_all([kernel], folder)
         check(GpuKernel(kernel, compiled), d, 37)
 
 
@@ -118,18 +113,18 @@ SPILLING = [
 
 
 @pytest.mark.parametrize(("family", "width"), SPILLING, ids=lambda v: str(getattr(v, "__name__", v)))
-def test_schedules_in_place_of_those_that_spill(family: corpus.Family, width: int, cache: Path) -> None:
+def test_schedules_in_place_of_those_that_spill(family: corpus.Family, width: int, folder: Path) -> None:
     for d in family(Kit("bfloat16", "bfloat16"), width):
-        kernel, compiled = compile_kernel(d, arch(), cache=cache)
+        kernel, compiled = compile_kernel(d, arch(), cache=folder)
         loaded = GpuKernel(kernel, compiled)
         check(loaded, d, 37)
         check(loaded, d, 154, (7, 22))
 
 
-def test_second_reads_through_l2(cache: Path) -> None:
+def test_second_reads_through_l2(folder: Path) -> None:
     """The schedule of rows that fit nowhere, on rows that would."""
     d = corpus.softmax(Kit("bfloat16", "bfloat16"), 4096)[0]
     s = next(s for s in model.candidates(rewrite(d), schedule.limits_of(arch())) if s.kind == Kind.REREAD)
     kernel = cuda.generate(d, arch(), schedules=(s,))
-    (compiled,) = compile_all([kernel], cache)
+    (compiled,) = compile_all([kernel], folder)
     check(GpuKernel(kernel, compiled), d, 101)

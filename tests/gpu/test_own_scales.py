@@ -14,8 +14,7 @@ from te_fuser.kernels.quantizers import QuantizeBlocks
 from te_fuser.recipe import Float8BlockScaling, Float8CurrentScaling, Format, QParams, Recipe
 from tests.float8 import E4M3, OURS
 from tests.gpu.test_float8_regions import BF16, F16, F32, GPU, MODELS, F, assert_as_emulated, compare, data, made, step
-from tests.kernels.test_quantizers_by_blocks import check_blocks, matrix
-from tests.kernels.weights8 import DTYPES, NOTHING, SIZES
+from tests.kernels.test_quantizers import DTYPES, NOTHING, SIZES, check_blocks, matrix
 
 LARGE = [(8192, 4096), (8191, 4096), (70_001, 128), (16, 65536)]
 RECIPES: dict[str, Recipe] = {

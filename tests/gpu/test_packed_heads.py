@@ -5,11 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from te_fuser import Fuser, ops
-from te_fuser.codegen import nvrtc
 from te_fuser.kernels.packed_heads import Packing, Rotation, turn
 from te_fuser.ops.attention.heads import PackedHeads
-from tests.fake_cuda import forget_written
 from tests.gpu.captures import captured
 from tests.kernels.packed_cases import CASES, EMPTY, SIZES, Case, complaints
 
@@ -78,18 +75,3 @@ def test_a_captured_graph_repeats_it() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert all(one is None or torch.equal(one, other) for one, other in zip(got, want, strict=True))  # type: ignore[arg-type]
-
-
-def test_a_plan_has_it_compiled_before_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    forget_written()
-    listed = [
-        ops.Linear(64, 3 * 72), ops.RotaryEmbedding(24, heads=3, rotary_dim=8),
-        ops.DotProductAttention(3, 24, mask="causal", layout="sequence_first"),
-    ]  # fmt: skip
-    for op in listed:
-        op.to("cuda", torch.bfloat16)
-    fuser, x = Fuser(listed), torch.randn(40, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    prepared, _ = fuser.prepare(x, {})
-    assert {s.name for s in prepared.plan.forward} >= {"rotary_embedding_forward"}
-    monkeypatch.setattr(nvrtc, "compile_source", lambda *a, **k: pytest.fail("a call compiles"))
-    fuser(x).sum().backward()

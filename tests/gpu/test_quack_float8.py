@@ -21,6 +21,7 @@ from tests.float8 import OURS
 from tests.gpu.captures import captured
 from tests.gpu.packing_providers import installed_version
 from tests.gpu.test_float8_regions import apart, compare, data, step
+from tests.kernels.packages.fake_quack import gelu
 
 VERSION = installed_version(PACKAGE.name)
 pytestmark = pytest.mark.skipif(VERSION is None, reason=f"needs {PACKAGE}")
@@ -52,10 +53,6 @@ def tensors(rows: tuple[int, ...], inner: int, outer: int) -> tuple[torch.Tensor
 
 def exact_of(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return x.double() @ w.double().t() * (a.double() * b.double()) + bias.double()
-
-
-def gelu(h: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.gelu(h, approximate="tanh")
 
 
 def assert_right(h: torch.Tensor, exact: torch.Tensor) -> None:

@@ -16,6 +16,8 @@ from te_fuser.fusions import Cost
 from te_fuser.kernels.packages import quack as products
 from tests.gpu.captures import captured
 from tests.gpu.packing_providers import installed_version
+from tests.kernels.packages.fake_packages import behind, turned
+from tests.kernels.packages.fake_quack import gelu
 from tests.threads import in_threads
 from tests.twins import randomize
 
@@ -38,10 +40,6 @@ def tensors(rows: tuple[int, ...], inner: int, outer: int) -> list[torch.Tensor]
     shapes = ((*rows, inner), (outer, inner), (outer,), (*rows, outer), (*rows, inner))
     x, w, b, dy, h = (torch.randn(*shape, generator=rng) for shape in shapes)
     return [t.to(GPU, torch.bfloat16) for t in (x, w * inner**-0.5, b, dy, 3 * h)]
-
-
-def gelu(h: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.gelu(h, approximate="tanh")
 
 
 def slope(h: torch.Tensor) -> torch.Tensor:
@@ -138,12 +136,6 @@ def test_strides_and_offsets() -> None:
 
     def wider(t: torch.Tensor) -> torch.Tensor:
         return torch.cat((t, t), -1)[..., : t.shape[-1]]
-
-    def behind(t: torch.Tensor) -> torch.Tensor:
-        return torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape)
-
-    def turned(t: torch.Tensor) -> torch.Tensor:
-        return t.mT.contiguous().mT if t.dim() > 1 else t
 
     for change in (wider, behind, turned):
         given = [change(t) for t in (x, w, b, dy, h, wide)]

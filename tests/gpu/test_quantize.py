@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,31 +16,21 @@ from te_fuser.codegen.description import KernelDescription
 from te_fuser.dtypes import FLOAT8
 from te_fuser.formula.float8 import rounded
 from te_fuser.quantization import quantize
-from tests.codegen.corpus import inputs, outputs
-from tests.codegen.cuda_calls import FIRST_STREAM, OFFSET, SEED, complaints
-from tests.codegen.test_float8 import FROM, TWICE
-from tests.codegen.test_maxima import LOOK, RAISING, slots, wanted
+from tests.codegen.corpus import inputs
+from tests.codegen.cuda_calls import complaints
+from tests.codegen.targets import call, slots
+from tests.codegen.test_float8 import FROM, LOOK, RAISING, TWICE, wanted
 from tests.float8 import FORMATS, codes, every_number, nearest_codes, numbers, telling_numbers
 
 GPU = torch.device("cuda", 0)
 formats = pytest.mark.parametrize("dtype", FORMATS)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cubins")
-
-
-def call(
-    d: KernelDescription, folder: Path, rows: int, *tensors: torch.Tensor, batch: tuple[int, int] = (1, 1)
-) -> list[torch.Tensor]:
-    """Outputs of a kernel for loads, numbers to raise and the seed, all on the GPU."""
+def run(d: KernelDescription, folder: Path, rows: int, *tensors: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+    """Outputs of a kernel on the GPU."""
     (kernel,) = cuda_loader.load([d], GPU, cache_dir=folder)
-    made = outputs(d, rows, batch[1], device="cuda")
-    seed = (torch.tensor([SEED, OFFSET], device=GPU),) if d.streams else ()
-    numbers_of_streams = tuple(range(FIRST_STREAM, FIRST_STREAM + len(d.streams)))
-    kernel.run((*tensors, *seed, *made), rows, *batch, numbers_of_streams)
-    return made
+    named = {load.name: t for load, t in zip(d.loads, tensors, strict=True)}
+    return call(kernel.run, d, named, rows, device="cuda", **options)
 
 
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16])
@@ -65,7 +56,7 @@ def test_float64_in_pytorch(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("dtype", "width"), [(name, width) for name in FLOAT8 for width in (1, 2, 16)])
 def test_every_code_that_is_read(dtype: str, width: int, folder: Path) -> None:
     x = torch.arange(256, dtype=torch.uint8).reshape(-1, width).view(FLOAT8[dtype])
-    (y,) = call(FROM[dtype, width], folder, x.shape[0], x.cuda())
+    (y,) = run(FROM[dtype, width], folder, x.shape[0], x)
     expected = 2 * numbers(FLOAT8[dtype]).reshape(-1, width)
     torch.testing.assert_close(y.cpu().double(), expected, rtol=0, atol=0, equal_nan=True)
 
@@ -73,7 +64,7 @@ def test_every_code_that_is_read(dtype: str, width: int, folder: Path) -> None:
 @pytest.mark.parametrize("dtype", FLOAT8)
 def test_who_reads_it_in_the_same_kernel(dtype: str, folder: Path) -> None:
     x = telling_numbers(FLOAT8[dtype])[: 2**15].reshape(-1, 16)
-    y, twice = call(TWICE[dtype], folder, x.shape[0], x.cuda(), torch.tensor(0.7, device=GPU))
+    y, twice = run(TWICE[dtype], folder, x.shape[0], x, torch.tensor(0.7))
     assert torch.equal(codes(y).cpu(), nearest_codes(x * 0.7, FLOAT8[dtype]))
     torch.testing.assert_close(twice, 2 * y.float(), rtol=0, atol=0, equal_nan=True)
 
@@ -98,22 +89,24 @@ def test_fused_against_unfused(dtype: torch.dtype, given: torch.dtype, share: fl
 def test_largest_magnitudes_beside_stores(name: str, folder: Path) -> None:
     d = RAISING[name]
     for rows, batch in ((0, (1, 1)), (1, (1, 1)), (513, (3, 19))):
-        on_cpu, raised = inputs(d, rows, batch[1], seed=rows), [t.cuda() for t in slots(d).values()]
-        made = call(d, folder, rows, *(t.cuda() for t in on_cpu.values()), *raised, batch=batch)
+        on_cpu, raised = inputs(d, rows, batch[1], seed=rows), slots(d, device="cuda")
+        made = run(d, folder, rows, *on_cpu.values(), batch=batch, raised=raised)
         assert not complaints(d, on_cpu, made, rows, batch)
-        assert [t.item() for t in raised] == pytest.approx(wanted(d, on_cpu, rows, batch), rel=1e-5)
+        assert [t.item() for t in raised.values()] == pytest.approx(wanted(d, on_cpu, rows, batch), rel=1e-5)
 
 
 def test_largest_magnitude_of_many_blocks(folder: Path) -> None:
-    d, slot, largest = LOOK[64], torch.zeros(1, device=GPU), torch.zeros((), device=GPU)
+    d, largest = LOOK[64], torch.zeros((), device=GPU)
+    raised = slots(d, device="cuda")
+    slot = raised["amax"]
     x = torch.randn(200_003, 64, device=GPU, generator=torch.Generator(GPU).manual_seed(0))
     for factor in (1.0, 0.5, 3.0):
-        call(d, folder, x.shape[0], factor * x, slot)
+        run(d, folder, x.shape[0], factor * x, raised=raised)
         largest = torch.maximum(largest, (0.5 * (factor * x)).abs().max())
         assert slot.item() == largest.item()
     x[199_999, 63] = -math.inf
-    call(d, folder, x.shape[0], x, slot)
+    run(d, folder, x.shape[0], x, raised=raised)
     assert slot.item() == math.inf
     x[3, 0] = math.nan
-    call(d, folder, x.shape[0], x, slot)
+    run(d, folder, x.shape[0], x, raised=raised)
     assert slot.isnan().all()

@@ -13,7 +13,7 @@ from te_fuser.ops.quantized_matmul import product
 from te_fuser.quantization import QuantizedTensor, quantize
 from tests.float8 import E4M3, E5M2
 from tests.gpu.captures import captured
-from tests.kernels.weights8 import turned_wrongly
+from tests.kernels.test_quantizers import turned_wrongly
 
 pytestmark = pytest.mark.usefixtures("narrow_products")
 

@@ -17,7 +17,7 @@ from te_fuser.config import config
 from te_fuser.kernels.qk_norm_rope import Groups, PassInputs, Turned, TurnedPass, Turning
 from tests.fake_cuda import forget_written
 from tests.gpu.captures import captured
-from tests.kernels.turned_cases import BLOCKED, CASES, EMPTY, RMS, SIZES, Case, complaints
+from tests.kernels.test_qk_norm_rope import BLOCKED, CASES, EMPTY, RMS, SIZES, Case, complaints
 
 BF16, EACH = torch.bfloat16, pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 

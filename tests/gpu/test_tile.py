@@ -14,35 +14,12 @@ from te_fuser.codegen.interpreted import InterpretedKernel
 from te_fuser.dtypes import FLOAT8
 from te_fuser.quantization import quantize
 from tests.codegen import tile_cases
-from tests.codegen.corpus import Kit, inputs, outputs
-from tests.codegen.cuda_calls import FIRST_STREAM, OFFSET, SEED
+from tests.codegen.corpus import Kit, inputs
+from tests.codegen.targets import call, slots
 from tests.float8 import FORMATS, codes
 
 GPU = torch.device("cuda", 0)
 CASES = tile_cases.cases()
-Made = tuple[list[torch.Tensor], list[float]]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cubins")
-
-
-def call(
-    kernel: GpuKernel,
-    tensors: dict[str, torch.Tensor],
-    rows: int,
-    batch: tuple[int, int] = (1, 1),
-    device: str = "cuda",
-) -> Made:
-    """Outputs of a kernel on a device, and the numbers that it raises from 0."""
-    d = kernel.description
-    made = outputs(d, rows, batch[1], device=device)
-    slots = [torch.zeros(1, device=device) for _ in d.maxima]
-    seed = (torch.tensor([SEED, OFFSET], device=device),) if d.streams else ()
-    numbers = tuple(range(FIRST_STREAM, FIRST_STREAM + len(d.streams)))
-    kernel.run((*(t.to(device) for t in tensors.values()), *slots, *seed, *made), rows, *batch, numbers)
-    return made, [t.item() for t in slots]
 
 
 def load(d: KernelDescription, folder: Path) -> GpuKernel:
@@ -51,9 +28,11 @@ def load(d: KernelDescription, folder: Path) -> GpuKernel:
 
 
 def check(kernel: GpuKernel, rows: int, batch: tuple[int, int] = (1, 1)) -> None:
-    tensors = inputs(kernel.description, rows, batch[1], seed=rows)
-    made, largest = call(kernel, tensors, rows, batch)
-    tile_cases.check(kernel.description, tensors, [t.cpu() for t in made], largest, rows, batch)
+    d = kernel.description
+    tensors, raised = inputs(d, rows, batch[1], seed=rows), slots(d, device="cuda")
+    made = call(kernel.run, d, tensors, rows, batch, raised, "cuda")
+    largest = [t.item() for t in raised.values()]
+    tile_cases.check(d, tensors, [t.cpu() for t in made], largest, rows, batch)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -78,10 +57,11 @@ def test_the_bytes_of_a_quantized_tensor(dtype: torch.dtype, read: torch.dtype, 
     kernel = load(tile_cases.plain(Kit(text, text), 4096, names[dtype]), folder)
     x = 500 * torch.randn(8190, 4096, device=GPU, generator=torch.Generator(GPU).manual_seed(0)).to(read)
     x[3, 700], x[8189, 4095] = -torch.inf, torch.nan
-    (y, transposed), (amax,) = call(kernel, {"x": x, "scale": torch.tensor([1.7])}, 8190)
+    given, raised = {"x": x, "scale": torch.tensor([1.7])}, slots(kernel.description, device="cuda")
+    y, transposed = call(kernel.run, kernel.description, given, 8190, raised=raised, device="cuda")
     wanted = quantize(x, dtype, 1.7)
     assert torch.equal(codes(y), codes(wanted.data)) and torch.equal(codes(transposed), codes(wanted.transposed))
-    assert amax != amax
+    assert raised["amax"].isnan()
 
 
 def steps(t: torch.Tensor) -> torch.Tensor:
@@ -96,16 +76,16 @@ def test_as_on_the_cpu(family: tile_cases.Family, width: int, folder: Path) -> N
     """Bytes are one step apart at most, where functions err in their last place; and a call repeats bit for bit."""
     d = family(Kit("bfloat16", "bfloat16"), width, "float8_e5m2")
     kernel, tensors, rows = load(d, folder), inputs(d, 1000), 1000
-    found, largest = call(kernel, tensors, rows)
-    slots, expected = [torch.zeros(1) for _ in d.maxima], outputs(d, rows)
-    InterpretedKernel(d)((*tensors.values(), *slots, *expected), rows, 1, 1, ())
+    raised, wanted = slots(d, device="cuda"), slots(d)
+    found = call(kernel.run, d, tensors, rows, raised=raised, device="cuda")
+    expected = call(InterpretedKernel(d), d, tensors, rows, raised=wanted)
     for s, ours, theirs in zip(d.stores, found, expected, strict=False):
         apart = (steps(ours.cpu()) - steps(theirs)).abs()
         assert apart.max() <= 1 and (apart > 0).float().mean() <= 1e-3, s.name
     for ours, theirs in zip(found[len(d.stores) :], expected[len(d.stores) :], strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-4, atol=1e-3)
-    assert largest == pytest.approx([t.item() for t in slots], rel=1e-5)
-    again, _ = call(kernel, tensors, rows)
+    assert [t.item() for t in raised.values()] == pytest.approx([t.item() for t in wanted.values()], rel=1e-5)
+    again = call(kernel.run, d, tensors, rows, device="cuda")
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found, again, strict=True))
 
 
@@ -113,7 +93,7 @@ def test_a_tensor_beyond_32_bits(folder: Path) -> None:
     rows, width = 2**17 + 5, 2**14
     kernel = load(tile_cases.turned(Kit(), width, "float8_e4m3fn"), folder)
     x = torch.randint(0, 0x7F, (rows, width), dtype=torch.uint8, device=GPU).view(torch.float8_e4m3fn)
-    ((y,), _) = call(kernel, {"x": x}, rows)
+    (y,) = call(kernel.run, kernel.description, {"x": x}, rows, device="cuda")
     for column in (0, 1, width - 1):
         assert torch.equal(codes(y)[column, :rows], codes(x)[:, column])
     for row in (0, rows - 1):

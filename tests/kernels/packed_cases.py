@@ -10,9 +10,12 @@ from te_fuser.fusions.dot_product_attention import declare
 from te_fuser.kernels.attention.pytorch import CpuFlash
 from te_fuser.kernels.heads_pass import Scaled
 from te_fuser.kernels.packed_heads import PackedPass, Packing, Parts, Rotation, turn
+from te_fuser.kernels.packed_tiles import PackedTiles, TilePacking, why_not
+from te_fuser.kernels.quantizers import transpose_by_torch
 from te_fuser.ops.attention.heads import PackedHeads
 from te_fuser.ops.base import OpCall
 from te_fuser.ops.rotary_embedding import RotaryEmbedding
+from tests.float8 import codes
 
 SCALE = 24.0  # of what is stored in 8 bits
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -54,6 +57,16 @@ class Case:
         return PackedPass(
             heads, self.dtype, self.parts, self.rotary, self.style, back, self.bias, self.sums, self.stored
         )
+
+    @property
+    def tiles(self) -> PackedTiles:
+        """The kernel that stores both layouts."""
+        assert self.stored is not None
+        return PackedTiles(self.heads, self.dtype, self.stored, self.sums)
+
+    @property
+    def tiles_in_blocks(self) -> PackedTiles:
+        return PackedTiles(self.heads, self.dtype, E4M3, self.sums, in_blocks=True)
 
     def inputs(self, samples: int, positions: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The packed source, of both signs, and the bias."""
@@ -132,6 +145,18 @@ CASES = [
     Case("packed and turned in 8 bits", heads(6, 2, 24, **BLOCKED), F32, 12, parts=True, sums=F32, stored=E4M3),
     Case("packed, odd heads in 8 bits", heads(3, 3, 5), F32, 4, parts=True, stored=E5M2, order=(0, 1, 2, 3, 4)),
 ]
+# Packed in 8 bits in both layouts.
+TILES = [
+    Case("packed", heads(24, 24, 64), BF16, parts=True, sums=BF16, stored=E5M2),
+    Case("one head in two tiles", heads(2, 1, 128), BF16, parts=True, stored=E5M2, order=(0, 1, 2, 3, 4)),
+    Case("groups", heads(6, 2, 24), F16, parts=True, sums=F16, stored=E5M2),
+    Case(
+        "blocks, sample by sample", heads(6, 2, 16, **BLOCKED, **BATCH_FIRST), BF16, parts=True, sums=F32, stored=E4M3
+    ),
+    Case("in float32", heads(3, 3, 20, **BLOCKED), F32, parts=True, sums=F32, stored=E5M2, order=(0, 3, 1, 2, 4)),
+    Case("in float32, sample by sample", heads(4, 2, 16, **BATCH_FIRST), F32, parts=True, stored=E4M3),
+]
+IN_BLOCKS = [case for case in TILES if not why_not(case.heads, case.dtype, True)]
 SIZES = [(1, 1), (2, 7), (3, 33), (1, 130)]  # samples, positions
 EMPTY = [(0, 4), (3, 0)]
 
@@ -178,3 +203,22 @@ def complaints(
         if not error.max() <= 2 * allowed.max() + slack:
             return f"{name} errs by {error.max():.2e}, PyTorch by {allowed.max():.2e}, of {scale:.2e}"
     return ""
+
+
+def check_bytes(case: Case, packing: TilePacking, samples: int, positions: int, seed: int, device: str) -> None:
+    """Bytes equal those of packing rows and then transposing, with and without what is known of strides."""
+    parts = parts_of(case, case.inputs(samples, positions, seed)[0].to(device))
+    first: list[torch.Tensor | None] = []
+    for _ in range(2):
+        scaled, other = (case.scaled(torch.device(device)) for _ in range(2))
+        assert scaled is not None and other is not None
+        rows, turned, sums = packing(parts, scaled, sums=case.sums)
+        wanted, totals = Packing(case.heads)(parts, sums=case.sums, scaled=other)
+        assert torch.equal(codes(rows), codes(wanted)) and torch.equal(scaled.amax, other.amax)
+        assert torch.equal(codes(turned), codes(transpose_by_torch(wanted)))
+        assert (sums is None) == (case.sums is None)
+        if sums is not None and totals is not None:
+            eps, slack = torch.finfo(sums.dtype).eps, 1e-4 if device == "cpu" else 1e-3
+            torch.testing.assert_close(sums.float(), totals.float(), rtol=2 * eps, atol=slack)
+        first = first or [sums]
+        assert sums is None or torch.equal(sums, first[0])  # type: ignore[arg-type]

@@ -1,27 +1,40 @@
-"""The kernel over packed heads, run on the CPU by an emulated driver, and compiled for the GPUs there are."""
+"""The kernels over packed heads, run on the CPU by an emulated driver, with those that store both layouts of 8 bits."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from te_fuser.kernels import packed_heads
-from te_fuser.kernels.packed_heads import PackedPass, Packing
+from te_fuser.codegen.cuda_source_kernel import TextKernel
+from te_fuser.kernels import packed_heads, quantizers
+from te_fuser.kernels.packed_heads import PackedPass, Packing, Parts
+from te_fuser.kernels.packed_tiles import TilePacking, why_not
+from te_fuser.kernels.quantizers import transpose_by_torch
 from te_fuser.ops.attention.heads import PackedHeads
+from te_fuser.ops.blockwise_scaling import quantized
 from te_fuser.quantization import quantize
 from tests.fake_cuda import FakeDriver
-from tests.float8 import codes
+from tests.float8 import BLOCKS, E4M3, codes
 from tests.kernels.emulated import emulating
-from tests.kernels.packed_cases import CASES, EMPTY, SIZES, Case, complaints, parts_of
+from tests.kernels.packed_cases import CASES, EMPTY, IN_BLOCKS, SIZES, TILES, Case, check_bytes, complaints, parts_of
 from tests.needs import needs_compiler
 
 BY_NAME = {case.name: case for case in CASES}
 
 
-emulated = emulating(lambda: (case.kernel for case in CASES))
+def every_kernel() -> Iterator[TextKernel[Any]]:
+    """Kernels of all cases, and of those in tiles."""
+    yield from (case.kernel for case in (*CASES, *TILES))
+    yield from (case.tiles for case in TILES)
+    yield from (case.tiles_in_blocks for case in IN_BLOCKS)
+
+
+emulated = emulating(every_kernel)
 
 
 @needs_compiler
@@ -145,3 +158,64 @@ def test_too_many_rows(monkeypatch: pytest.MonkeyPatch, emulated: FakeDriver) ->
     for name in ("forward", "packed"):
         with pytest.raises(ValueError, match="3 samples of 2 positions are more than 5 rows: split the batch"):
             BY_NAME[name].run(*BY_NAME[name].inputs(3, 2))
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", TILES, ids=lambda case: case.name)
+def test_tiles_have_the_bytes_of_what_packs_rows_alone(case: Case, emulated: FakeDriver) -> None:
+    packing = TilePacking(case.heads)
+    for seed, sizes in enumerate((*SIZES, (2, 200), (0, 4), (3, 0))):
+        check_bytes(case, packing, *sizes, seed, "cpu")
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", IN_BLOCKS, ids=lambda case: case.name)
+def test_tiles_in_blocks(case: Case, emulated: FakeDriver) -> None:
+    """Outputs of the kernel that packs equal those of `quantized`, by rows and by columns."""
+    packing, features = TilePacking(case.heads), case.heads.features
+    for seed, (samples, positions) in enumerate(((2, 66), (3, 43), (0, 4))):
+        x = case.inputs(samples, positions, seed)[0]
+        parts = parts_of(case, x)
+        rows, turned, sums = packing(parts, E4M3, sums=case.sums)
+        whole = x.reshape(-1, features)
+        for made, given in (
+            (quantizers.unpacked(rows, features), whole),
+            (quantizers.unpacked(turned, len(whole), turned=True), whole.mT),
+        ):
+            data, inverse = quantized(given, E4M3, BLOCKS)
+            found = made[0].flatten(0, -2)
+            assert torch.equal(codes(found)[:, : given.shape[1]], codes(data))
+            assert not codes(found)[:, given.shape[1] :].any() and torch.equal(made[1], inverse.mT)
+        if sums is not None:
+            exact = whole.double().sum(0)
+            torch.testing.assert_close(sums.double(), exact, rtol=0.02, atol=0.02 * (1 + len(whole)) ** 0.5)
+
+
+@needs_compiler
+def test_amax_is_raised_and_never_lowered(emulated: FakeDriver) -> None:
+    case = TILES[0]
+    scaled = case.scaled(torch.device("cpu"))
+    assert scaled is not None
+    for factor in (1.0, 0.5, 2.0):
+        x = case.inputs(3, 33)[0]
+        TilePacking(case.heads)(parts_of(case, factor * x), scaled, sums=case.sums)
+        torch.testing.assert_close(scaled.amax, max(factor, 1.0) * x.float().abs().max())
+
+
+@needs_compiler
+def test_parts_that_cannot_be_read_as_they_lie_are_copied(emulated: FakeDriver) -> None:
+    case = TILES[0]
+    q, k, v = parts_of(case, case.inputs(2, 7)[0])
+    strange: Parts = (torch.stack((q, q), -1)[..., 0], torch.stack((k, k), -1)[..., 0], v)
+    scaled = case.scaled(torch.device("cpu"))
+    assert scaled is not None
+    packing = TilePacking(case.heads)
+    for parts in ((q, k, v), strange, strange):
+        rows, turned, _ = packing(parts, scaled, sums=case.sums)
+        assert torch.equal(codes(rows), codes(packing((q, k, v), scaled, sums=case.sums)[0]))
+        assert torch.equal(codes(turned), codes(transpose_by_torch(rows)))
+
+
+def test_heads_that_are_no_whole_vectors_are_left() -> None:
+    assert why_not(PackedHeads(4, 4, 12), torch.bfloat16) == "heads of 12 features are no vectors of 8"
+    assert not why_not(PackedHeads(4, 4, 12), torch.float32) and not why_not(PackedHeads(4, 4, 24), torch.float16)

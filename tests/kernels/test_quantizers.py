@@ -1,19 +1,23 @@
-"""Weights in 8 bits, matrices turned, scales: by PyTorch, and by kernels run on the CPU."""
+"""Matrices in 8 bits, turned and scaled, also by blocks: by PyTorch, and by kernels run on the CPU."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from te_fuser import _native
+from te_fuser.codegen.cuda_source_kernel import TextKernel
 from te_fuser.codegen.description import ScaleOf
 from te_fuser.kernels import quantizers
 from te_fuser.kernels.quantizers import (
     OwnWeights,
+    QuantizeBlocks,
     QuantizeWeights,
     Transposed8,
     Weight8,
@@ -23,27 +27,111 @@ from te_fuser.kernels.quantizers import (
 )
 from te_fuser.ops.blockwise_scaling import quantized, scale_by
 from te_fuser.quantization import quantize
+from te_fuser.recipe import OwnScales, QParams
 from tests.fake_cuda import FakeDriver
 from tests.float8 import E4M3, E5M2, FORMATS, PLAIN, POWERS, WAYS, codes, every_number, telling_numbers
 from tests.kernels.emulated import emulating
-from tests.kernels.weights8 import (
-    DTYPES,
-    NOTHING,
-    SIZES,
-    bytes_like,
-    quantize_weights,
-    run_weights,
-    turned_wrongly,
-    weights_like,
-    weights_wrongly,
-)
 from tests.needs import needs_compiler
+
+# Tokens and features: whole tiles, parts of them, next to none.
+SIZES = [(128, 128), (256, 384), (1, 16), (17, 48), (130, 272), (127, 128), (129, 144), (300, 16), (16, 2064)]
+NOTHING = [(0, 48), (5, 0), (0, 0)]
+SHAPES = [(128, 128), (16, 16), (48, 272), (272, 48), (144, 400), (16, 16), (256, 128)]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Quantized = tuple[torch.Tensor, torch.Tensor]  # by rows and turned
+
+
+def bytes_like(tokens: int, features: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+    """All codes, in no order."""
+    rng = torch.Generator().manual_seed(tokens * 31 + features)
+    found = torch.randint(0, 256, (tokens, features), dtype=torch.uint8, generator=rng)
+    return found.to(device).view(dtype)
+
+
+def turned_wrongly(data: torch.Tensor, turned: torch.Tensor) -> str:
+    """Complaint about a matrix that should be data [tokens, features] turned; empty: nothing."""
+    tokens, features = data.shape
+    room = math.ceil(tokens / 16) * 16
+    if turned.dtype != data.dtype or turned.shape != (features, room) or not turned.is_contiguous():
+        return f"{turned.dtype} {list(turned.shape)}"
+    if not torch.equal(codes(turned)[:, :tokens], codes(data).mT):
+        return f"{(codes(turned)[:, :tokens] != codes(data).mT).sum()} of {data.numel()} bytes"
+    return "" if not codes(turned)[:, tokens:].any() else "what is behind the tokens"
+
+
+def weights_like(dtypes: Sequence[torch.dtype], device: str = "cpu") -> list[torch.Tensor]:
+    """Weights of `SHAPES`, each of the next dtype."""
+    rng = torch.Generator().manual_seed(len(dtypes))
+    made = []
+    for k, shape in enumerate(SHAPES):
+        w = torch.randn(shape, generator=rng) * 10.0 ** (k - 3)
+        made.append(w.to(dtypes[k % len(dtypes)]).to(device))
+    return made
+
+
+def quantize_weights(
+    weights: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], amaxes: Sequence[torch.Tensor] | None = None
+) -> list[Quantized]:
+    """Weights as weight caches quantize them: on a GPU by the kernel."""
+    wanted = [Weight8(w.dtype, records=amaxes is not None) for w in weights]
+    device = weights[0].device
+    run = quantizer_on(device, wanted) if device.type == "cuda" else functools.partial(weights_by_torch, wanted)
+    numbers = [scales] if amaxes is None else [scales, amaxes]
+    made = run(*[t for each in zip(weights, *numbers, strict=True) for t in each])
+    return list(zip(made[::2], made[1::2], strict=True))
+
+
+def weights_wrongly(
+    weights: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    found: Sequence[Quantized],
+    before: Sequence[float],
+    amaxes: Sequence[torch.Tensor] | None = None,
+) -> list[str]:
+    """Complaints about weights quantized by scales, and about amaxes that were `before`."""
+    wrong = []
+    for k, (w, scale, (rows, turned)) in enumerate(zip(weights, scales, found, strict=True)):
+        expected = quantize(w, E4M3, scale)
+        for name, ours, exact in (("rows", rows, expected.data), ("turned", turned, expected.transposed)):
+            if ours.shape != exact.shape or ours.dtype != exact.dtype or not torch.equal(codes(ours), codes(exact)):
+                wrong.append(f"{name} of weight {k}, {w.dtype} {list(w.shape)}")
+        if amaxes is not None:
+            wanted = torch.maximum(torch.full_like(expected.amax, before[k]), expected.amax)
+            if not torch.equal(wanted.nan_to_num(-1.0), amaxes[k].nan_to_num(-1.0)):
+                wrong.append(f"amax {amaxes[k]} of weight {k}, not {wanted}")
+    return wrong
+
+
+def run_weights(
+    weights: Sequence[torch.Tensor], quantizer: Callable[[Sequence[Weight8]], Callable[..., Any]]
+) -> list[str]:
+    """Quantizes weights by scales in no order, with amaxes of which one is larger already, and looks at both."""
+    device, count = weights[0].device.type, len(weights)
+    scales = (torch.rand(count, generator=torch.Generator().manual_seed(count)) * 400 + 0.3).to(device)
+    before = [0.0, 1e6, *[0.0] * (count - 2)]
+    amaxes = torch.tensor(before, device=device).unbind()
+    given = [t for each in zip(weights, scales.unbind(), amaxes, strict=True) for t in each]
+    made = quantizer([Weight8(w.dtype, records=True) for w in weights])(*given)
+    return weights_wrongly(weights, scales.unbind(), list(zip(made[::2], made[1::2], strict=True)), before, amaxes)
+
 
 KERNEL, OTHER = QuantizeWeights(), QuantizeWeights(E5M2)
 CPU = torch.device("cpu")  # on which tensors stand for those of a GPU
 OF_ALL = [*((dtype,) for dtype in DTYPES), DTYPES]
 
-emulated = emulating(lambda: [KERNEL, OTHER, *map(Transposed8, FORMATS), *map(measuring_weights, (PLAIN, POWERS))])
+WANTED = ("rows", "turned", "both")
+BLOCKS = [
+    *(QuantizeBlocks(dtype, E4M3, w, square) for dtype, w, square in itertools.product(DTYPES, WANTED, (False, True))),
+    *(QuantizeBlocks(torch.bfloat16, E5M2, w) for w in WANTED),
+    QuantizeBlocks(torch.bfloat16, E4M3, power_of_two=False, epsilon=0.25),
+]
+
+
+def every_kernel() -> Iterator[TextKernel[Any]]:
+    yield from (KERNEL, OTHER, *map(Transposed8, FORMATS), *map(measuring_weights, (PLAIN, POWERS)), *BLOCKS)
+
+
+emulated = emulating(every_kernel)
 
 by_kernel = functools.partial(quantizer_on, CPU)
 
@@ -140,14 +228,6 @@ def test_weights_of_nothing(emulated: FakeDriver) -> None:
         assert rows.shape == (0, 32) and turned.shape == (32, 0) and amax == 0
         assert maker([])() == ()
     assert emulated.launches == 0
-
-
-def test_several_at_once() -> None:
-    """The common `quantize_weights` runs by PyTorch on a CPU."""
-    weights = weights_like((torch.bfloat16,))
-    scales, amaxes = [torch.tensor(3.0)] * 7, [torch.zeros(()) for _ in range(7)]
-    assert not weights_wrongly(weights, scales, quantize_weights(weights, scales, amaxes), [0.0] * 7, amaxes)
-    assert not weights_wrongly(weights, scales, quantize_weights(weights, scales), [0.0] * 7)
 
 
 W, ONE = torch.zeros(16, 32), torch.ones(())
@@ -271,3 +351,73 @@ def test_scales_by_torch(amax: float) -> None:
 
 def test_what_kernels_are_told() -> None:
     assert quantizers.in_kernels(E5M2, WAYS[1][1]) == ScaleOf(57344.0, True, 0.25)
+
+
+def matrix(tokens: int, features: int, dtype: torch.dtype, scale: float = 3.0) -> torch.Tensor:
+    rng = torch.Generator().manual_seed(tokens * 31 + features)
+    return (torch.randn(tokens, features, generator=rng) * scale).to(dtype)
+
+
+def check_blocks(x: torch.Tensor, kernel: QuantizeBlocks) -> None:
+    """The bytes of the definition by rows and turned, zeros behind the tokens, and scales as products take them."""
+    scaling = OwnScales(QParams(kernel.power_of_two, kernel.epsilon), (128, 128) if kernel.square else (1, 128))
+    rows, turned = quantizers.BlocksOf(kernel)(x)
+    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    tokens, features = flat.shape
+    for side, found, given in (("rows", rows, flat), ("turned", turned, flat.mT)):
+        if kernel.wanted not in (side, "both"):
+            assert not found[0].numel()
+            continue
+        data, inverse = quantized(given, kernel.narrow, scaling)
+        whole = side == "rows" and tokens % 4 == 0
+        room = tokens if whole else quantizers.padded(tokens)
+        ours = found[0].reshape(room, features) if side == "rows" else found[0].mT
+        assert found[0].dtype == kernel.narrow and ours.shape == (room, features) and found[0].is_contiguous()
+        assert found[0].shape == x.shape if whole else True
+        right = data if side == "rows" else data.mT
+        assert torch.equal(codes(ours)[:tokens], codes(right)) and not codes(ours)[tokens:].any()
+        lies = inverse if kernel.square else inverse.mT
+        scales = found[1][: lies.shape[0], : lies.shape[1]]
+        assert torch.equal(scales, lies) or not x.numel(), side
+        assert found[1].shape[1] % 4 == 0 and found[1].is_contiguous()
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "kernel", BLOCKS, ids=lambda k: f"{str(k.dtype)[6:]}-{str(k.narrow)[13:]}-{k.wanted}-{k.square}-{k.power_of_two}"
+)
+def test_blocks(kernel: QuantizeBlocks, emulated: FakeDriver) -> None:
+    for tokens, features in (*SIZES, (128, 272), (3, 128), *NOTHING):
+        spread = torch.exp2((torch.arange(tokens)[:, None] * 5 + torch.arange(features) // 8 * 3) % 23 - 11.0)
+        check_blocks(matrix(tokens, features, kernel.dtype) * spread.to(kernel.dtype), kernel)
+    check_blocks(matrix(30, 128, kernel.dtype).view(5, 6, 128), kernel)
+    if not kernel.square:
+        emulated.launches = 0
+        check_blocks(matrix(64, 384, kernel.dtype).view(4, 16, 384), kernel)
+        assert emulated.launches == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("number", [0.0, math.inf, math.nan, 1e-30, 3e38, 7.0])
+def test_special_numbers_in_blocks(number: float, emulated: FakeDriver) -> None:
+    for fill, kernel in itertools.product((0.0, 1e-3), (BLOCKS[4], BLOCKS[5], BLOCKS[-1])):
+        x = torch.full((132, 256), fill).to(kernel.dtype)
+        x[17, 5] = x[129, 200] = number
+        check_blocks(x, kernel)
+
+
+@needs_compiler
+def test_what_lies_otherwise_is_copied(emulated: FakeDriver) -> None:
+    for x in (
+        torch.randn(32, 64)[:, 16:],
+        torch.randn(32 * 48 + 1)[1:].view(32, 48),
+        torch.randn(48, 32).mT,
+        torch.nn.Parameter(torch.randn(16, 16)),
+    ):
+        check_blocks(x, QuantizeBlocks(torch.float32, E4M3))
+
+
+def test_refused_in_words() -> None:
+    for shape in ((3, 40), (2**31, 16)):
+        with pytest.raises(ValueError, match=r"multiples of 16 and up to 2147483520 rows, got \[\d+, \d+\]"):
+            quantizers.BlocksOf(BLOCKS[0])(torch.empty(shape, device="meta"))

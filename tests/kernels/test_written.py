@@ -14,10 +14,10 @@ from te_fuser.kernels.attention.padding import FindTokens
 from te_fuser.kernels.quantizers import FoldAmaxes, QuantizeWeights, Transposed8, measuring_weights
 from tests.codegen import ptx
 from tests.float8 import E4M3, E5M2, POWERS
-from tests.kernels import one_query_cases, packed_cases, turned_cases
+from tests.kernels import packed_cases
 from tests.kernels import test_decode_attention as caches
-from tests.kernels import test_packed_tiles as tiles
-from tests.kernels import test_quantizers_by_blocks as blocks
+from tests.kernels import test_qk_norm_rope as heads
+from tests.kernels import test_quantizers as quantizers
 from tests.needs import needs_nvrtc
 
 PACKED = (
@@ -37,15 +37,15 @@ KERNELS: Mapping[str, tuple[Sequence[TextKernel[Any]], set[str]]] = {
     "fold_amaxes": ([FoldAmaxes()], {"fold_amaxes"}),
     "key_value_cache": ([*caches.KERNELS.values()], {"key_value_cache"}),
     "moved_rows": ([FindTokens()], {"find_tokens", "move_rows"}),
-    "one_query": ([one_query_cases.CASES[n].kernel for n in QUERIES], {"one_query_parts", "one_query_merged"}),
-    "own_scales": (blocks.BLOCKS, set()),
+    "one_query": ([caches.CASES[n].kernel for n in QUERIES], {"one_query_parts", "one_query_merged"}),
+    "own_scales": (quantizers.BLOCKS, set()),
     "own_weights": ([measuring_weights(POWERS)], set()),
     "packed_heads": ([c.kernel for c in packed_cases.CASES if c.name in PACKED], {"packed_heads"}),
-    "packed_tiles": ([tiles.kernel_of(case) for case in tiles.CASES], {"packed_tiles"}),
-    "packed_tiles in blocks": ([tiles.in_blocks(case) for case in tiles.CASES[:2]], {"packed_tiles"}),
+    "packed_tiles": ([case.tiles for case in packed_cases.TILES], {"packed_tiles"}),
+    "packed_tiles in blocks": ([case.tiles_in_blocks for case in packed_cases.TILES[:2]], {"packed_tiles"}),
     "quantize_weights": ([QuantizeWeights(), QuantizeWeights(E5M2)], set()),
     "transposed8": ([Transposed8(E4M3)], {"transposed8"}),
-    "turned_heads": ([p for c in turned_cases.CASES if c.name in TURNED for p in c.passes()], {"turned_heads"}),
+    "turned_heads": ([p for c in heads.CASES if c.name in TURNED for p in c.passes()], {"turned_heads"}),
 }
 ARCHS = ("sm_80", "sm_90a", "sm_100a")
 # Bytes of a thread that may wait in memory: on a GPU without products that read this, and of heads that are no lines.

@@ -11,8 +11,8 @@ from tests.versions.packages import ROOT, named
 
 # Values and gradients of all ops, how plans run, what surrounds a model, ranks: what a version of PyTorch may change.
 TORCH = [
-    *("tests/formula", "tests/ops", "tests/fuser/run", "tests/fuser/test_pipeline.py", "tests/csrc/test_known_call.py"),
-    *("tests/parallel/test_co*.py", "tests/test_*.py"),
+    *("tests/formula", "tests/ops", "tests/fuser/run", "tests/fuser/test_pipeline.py"),
+    *("tests/csrc/test_guards_known_call.py", "tests/parallel/test_co*.py", "tests/test_*.py"),
 ]
 
 

@@ -46,7 +46,7 @@ _OF_EVERY_MODULE = {*vars(torch.nn.Module()), "revision"}
 
 
 def likeness(op: FusableOperation) -> Hashable:
-    """Key, equal for ops of one class with equal attributes, whatever their parameters are; else it is the op's own."""
+    """Key, equal for ops of one class with equal attributes; else the op itself."""
     own = [(name, type(value), value) for name, value in vars(op).items() if name not in _OF_EVERY_MODULE]
     found = [what for what in own if Aside not in what[1].__mro__]
     buffers = set(op._buffers)
@@ -63,62 +63,29 @@ def likeness(op: FusableOperation) -> Hashable:
 
 @dataclass(frozen=True, eq=False)
 class Traits:
-    """Traits of the ops of a list that are alike and have parameters of the same names.
-
-    Attributes:
-        number: their own in the list.
-        role: for kernel text: "gelu".
-        is_row: whether a formula gives it.
-        reads: its named inputs by argument, also those that are not given.
-        gradient_dtype: its row in `ops.op_table`.
-    """
+    """Traits of the ops of a list that are alike and have parameters of the same names."""
 
     number: int
-    role: str
+    role: str  # for kernel text: "gelu"
     draws: bool
     is_row: bool
     reads: Mapping[str, NamedInput]
-    gradient_dtype: Callable[[Any, torch.dtype], torch.dtype] | None
+    gradient_dtype: Callable[[Any, torch.dtype], torch.dtype] | None  # its row in `ops.op_table`
     _gradients: dict[tuple[str, ...], tuple[Gradient, ...]] = field(default_factory=dict)
 
     def gradients(self, op: FusableOperation, names: tuple[str, ...]) -> tuple[Gradient, ...]:
-        """The nodes of the backward of an opaque one that reads parameters and named inputs of these names."""
+        """The backward nodes of an op with parameters and inputs of these names."""
         if names not in self._gradients:
             self._gradients[names] = tuple(op.gradients(names)) if isinstance(op, UnfusedOperation) else ()
         return self._gradients[names]
 
 
-class Kinds:
-    """Traits of the ops of a list; of ops that are alike the first is checked for all of them."""
-
-    def __init__(self) -> None:
-        self._known: dict[Hashable, Traits] = {}
-
-    def of(self, label: str, op: FusableOperation, bindings: Mapping[str, Binding]) -> Traits:
-        """Traits of an op; of ops that are alike the first is checked.
-
-        Raises:
-            TypeError, ValueError: when it says of itself what cannot be.
-        """
-        key = likeness(op), tuple(op._parameters), tuple(bindings)
-        found = self._known.get(key)
-        if found is None:
-            check_kind(label, op, bindings)
-            said = op.kind.role, op.draws(), isinstance(op, RowOp), op.named_inputs()
-            found = self._known[key] = Traits(len(self._known), *said, op_table.gradient_dtype.of(type(op)))
-        return found
-
-
 class Inferred(NamedTuple):
-    """Inferred outputs of ops that are alike: the specs, and which can have gradients.
-
-    Attributes:
-        same: whether the output is the input.
-    """
+    """Inferred outputs of ops that are alike: the specs, and which can have gradients."""
 
     specs: Mapping[str, Spec]
     differentiable: frozenset[str]
-    same: bool
+    same: bool  # the output is the input
 
 
 def is_identity(op: RowOp, given: Spec) -> bool:
@@ -135,11 +102,7 @@ def is_identity(op: RowOp, given: Spec) -> bool:
 
 
 class Names:
-    """The values that names stand for, while a list is gone through.
-
-    Attributes:
-        inputs: the named inputs of the call that ops read.
-    """
+    """The values that names stand for; `inputs`: named ones of the call that ops read."""
 
     def __init__(self, listed: Sequence[ListedOp], lowered: Sequence[ListedOp], call: CallSpecs) -> None:
         self.inputs: dict[str, int] = {}
@@ -150,7 +113,7 @@ class Names:
         self._exported: dict[str, list[tuple[str, int]]] = {}
 
     def bind(self, label: str, name: str, op: FusableOperation, value: int) -> None:
-        """Bind a name, from here on, to what an op gives; ValueError when one opened before was not read yet."""
+        """Bind a name from here on; ValueError when an open one was not read yet."""
         if op_table.exports.of(type(op)):
             self._exported.setdefault(name, []).append((label, value))
             return
@@ -188,7 +151,7 @@ class Names:
         )
 
     def check(self) -> None:
-        """Refuse what nobody read at the end: ValueError for an op's open name, TypeError for a named input."""
+        """Refuse what nobody read at the end, of ops or of the call."""
         for name, label in self._opened.items():
             # An op that runs alone opens nothing for others.
             if name not in self._read and name not in self._call.outputs and len(self._lowered) > 1:
@@ -223,12 +186,7 @@ class Names:
 
 
 class GraphBuilder:
-    """Builds the graph of a list for one call signature.
-
-    Args:
-        listed: the list as it was given.
-        lowered: the list behind its passes.
-    """
+    """Builds the graph of a list, as it was given and behind its passes, for one call signature."""
 
     def __init__(self, listed: Sequence[ListedOp], lowered: Sequence[ListedOp], call: CallSpecs) -> None:
         self.ops, self.call = lowered, call
@@ -237,7 +195,7 @@ class GraphBuilder:
         self.bindings = tuple([b.weak() for b in call.bindings])
         self.parameters: dict[Key, int] = {key: k for k, key in enumerate(call.parameters)}
         self.names = Names(listed, lowered, call)
-        self.kinds = Kinds()
+        self.traits: dict[Hashable, Traits] = {}  # by what ops that are alike have in common
         self.checked: dict[Hashable, str] = {}  # -> the label of the first that is alike
         self.told: dict[Hashable, Inferred] = {}
 
@@ -282,7 +240,7 @@ class GraphBuilder:
         index = len(self.nodes)
         where = f" {listed.path!r}" if listed.path else ""
         label = f"op {index} ({op.kind.__name__}{where})"
-        traits = self.kinds.of(label, op, bindings)
+        traits = self._traits(label, op, bindings)
         parameters, known = {}, {}
         for name, b in bindings.items():
             parameters[name] = self.parameters[key := b.key]
@@ -319,10 +277,20 @@ class GraphBuilder:
         )
         return output
 
+    def _traits(self, label: str, op: FusableOperation, bindings: Mapping[str, Binding]) -> Traits:
+        """Traits of an op; of ops that are alike the first is checked for all of them."""
+        key = likeness(op), tuple(op._parameters), tuple(bindings)
+        found = self.traits.get(key)
+        if found is None:
+            check_kind(label, op, bindings)
+            said = op.kind.role, op.draws(), isinstance(op, RowOp), op.named_inputs()
+            found = self.traits[key] = Traits(len(self.traits), *said, op_table.gradient_dtype.of(type(op)))
+        return found
+
     def _taken(
         self, label: str, listed: ListedOp, traits: Traits, current: int, known: Mapping[str, ParameterSpecs]
     ) -> tuple[str, dict[str, int]]:
-        """The first op that is alike and takes what is alike, checked for all of these; and the named inputs."""
+        """The first op that is alike, checked for all of these; and the named inputs."""
         op, x = listed.lowered.op, self.values[current].spec
         given = [(name, p.spec.key, p.kind, p.lies) for name, p in known.items()]
         like = self.checked.setdefault((traits, x.key, *listed.casts.items(), *given), label)

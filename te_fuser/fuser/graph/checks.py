@@ -72,7 +72,6 @@ def check_parameters(label: str, x: Spec, listed: ListedOp, given: Mapping[str, 
 
 
 def check_named(label: str, name: str, given: NamedInput, x: Spec, spec: Spec, batch_dim: int | None) -> None:
-    """Refuse a named input that does not fit the main one."""
     if spec.device != x.device:
         raise ValueError(
             f"{label}: {plain(name)!r} is on {spec.device}, the main input on {x.device}; move one with .to()"
@@ -112,7 +111,6 @@ def check_named(label: str, name: str, given: NamedInput, x: Spec, spec: Spec, b
 
 
 def check_outputs(label: str, op: FusableOperation, specs: Mapping[str, Spec]) -> None:
-    """Refuse outputs that cannot be what an op says of them."""
     for name in ("output", *op.named_outputs()):
         spec = specs[name]
         if not isinstance(spec, Spec):
@@ -162,11 +160,7 @@ def check_kind(label: str, op: FusableOperation, bindings: Mapping[str, Binding]
 
 
 def _check_sequence(label: str, said: str, given: Any, kind: type) -> None:
-    """Refuse one name or dtype where several are listed; a text would be taken letter by letter.
-
-    Raises:
-        TypeError: naming it.
-    """
+    """Refuse one name or dtype where several are listed; a text would be taken letter by letter."""
     if isinstance(given, kind):
         raise TypeError(f"{label}: {said} is a sequence, got {given!r}; write ({given!r},)")
     wrong = [one for one in given if not isinstance(one, kind)]
@@ -208,7 +202,6 @@ def check_some_features(label: str, op: FusableOperation, x: Spec) -> None:
 
 
 def _check_names(label: str, op: FusableOperation, bindings: Mapping[str, Binding]) -> None:
-    """Refuse names of outputs that mean nothing, or two things."""
     outputs = op.named_outputs()
     unnamed = [name for name in op.values if name not in outputs]
     if unnamed:

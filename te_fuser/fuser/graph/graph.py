@@ -29,29 +29,22 @@ if TYPE_CHECKING:
 
 @record()
 class Value:
-    """A tensor on an edge.
-
-    Attributes:
-        alias_of: the value that it is under another name (Fork, Identity), maybe in another form.
-        gradient: the dtype in which its gradient arrives, where that is not its own.
-    """
+    """A tensor on an edge."""
 
     index: int
     name: str
     spec: Spec
     axes: Axes | None
     needs_grad: bool
-    alias_of: int | None = None
-    gradient: torch.dtype | None = None
+    alias_of: int | None = None  # the value that it is under another name, maybe in another form
+    gradient: torch.dtype | None = None  # the dtype in which its gradient arrives, if not its own
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """The dtype in which its gradient arrives."""
         return self.spec.dtype if self.gradient is None else self.gradient
 
     @property
     def gradient_spec(self) -> Spec:
-        """Shape, dtype and device of its gradient."""
         return self.spec if self.gradient is None else dataclasses.replace(self.spec, dtype=self.gradient)
 
 
@@ -65,19 +58,11 @@ class Draw:
 
 @record()
 class Node:
-    """One elementary op in its place.
-
-    Attributes:
-        label: for messages: "op 3 (GELU '2.gelu')".
-        traits: what it has in common with ops that are alike.
-        path: in the module tree.
-        places: in fused operations.
-        gradients: the nodes of an opaque op's backward.
-    """
+    """One elementary op in its place."""
 
     index: int
     op: FusableOperation
-    label: str
+    label: str  # for messages: "op 3 (GELU '2.gelu')"
     traits: Traits
     parameters: Mapping[str, int]
     input: int
@@ -86,9 +71,9 @@ class Node:
     named_out: tuple[int, ...]
     draw: Draw
     casts: Mapping[str, torch.dtype]
-    path: str
-    places: tuple[Place, ...]
-    gradients: tuple[Gradient, ...]
+    path: str  # in the module tree
+    places: tuple[Place, ...]  # in fused operations
+    gradients: tuple[Gradient, ...]  # the nodes of an opaque op's backward
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which it gives the gradient of an input of `dtype`."""
@@ -171,7 +156,6 @@ class Graph:
 
     @functools.cached_property
     def makers(self) -> list[int | None]:
-        """Node that makes each value; None for inputs of the call."""
         found: list[int | None] = [None] * len(self.values)
         for n in self.nodes:
             for value in (n.output, *n.named_out):
@@ -180,11 +164,9 @@ class Graph:
 
     @functools.cached_property
     def results(self) -> frozenset[int]:
-        """The values that the caller gets."""
         return frozenset([self.output, *self.named_outputs.values()])
 
     def exact(self) -> Graph:
-        """The graph with plain sizes."""
         return self._seen(Spec.exact)
 
     def rounded(self) -> Graph:
@@ -249,7 +231,6 @@ class Graph:
         return "input" if given else ref.owner
 
     def needs_grad(self, value: int) -> bool:
-        """True where somebody upstream of this value needs a gradient."""
         return self.values[value].needs_grad
 
     def leaving(self, start: int, stop: int) -> list[int]:
@@ -299,11 +280,7 @@ def with_gradients(nodes: Sequence[Node], values: Sequence[Value], leaving: set[
 
 
 def check_gives_gradients(nodes: Sequence[Node], asked: Mapping[str, int]) -> None:
-    """Refuse a named input (name -> value) that a gradient is asked for, and whose readers give none.
-
-    Raises:
-        TypeError: naming it and who reads it.
-    """
+    """Refuse a named input (name -> value) that a gradient is asked for, and whose readers give none."""
     for name, value in asked.items():
         readers = [node for node in nodes if value in node.named_in.values()]
         if readers and not any(value in _given(node) for node in readers):
@@ -319,7 +296,7 @@ def _given(node: Node) -> list[int]:
 
 
 def _able(node: Node) -> tuple[str, ...]:
-    """Names of inputs to which an op gives gradients; equal for ops that are alike and read inputs of equal names."""
+    """Names of inputs to which an op gives gradients, equal for ops that are alike."""
     names = ("input", *[n for n in node.named_in if node.traits.reads[n].gradient])
     if node.traits.is_row:
         return names
@@ -337,7 +314,7 @@ def marked_refs(nodes: Iterable[Node]) -> set[Ref]:
 
 
 def stops_gradients(node: Node) -> bool:
-    """True for an op that hands no gradient on to its main input, even where autograd would through its own code."""
+    """True for an op that hands no gradient on to its main input."""
     declared = isinstance(node.op, UnfusedOperation) and "output" in node.op.non_differentiable
     return declared or node.input not in _given(node)
 
@@ -354,11 +331,7 @@ def _reached(
 
 
 def _arriving(own: torch.dtype, readers: Iterable[Node], taken: tuple[torch.dtype, ...]) -> torch.dtype:
-    """The dtype in which the gradient of a value comes from its readers.
-
-    Args:
-        taken: the dtypes in which the op that makes it takes gradients beside its own.
-    """
+    """The dtype in which the gradient of a value comes; its op takes those in `taken`, too."""
     found: dict[torch.dtype, None] = {}
     for node in readers:
         dtype = own if node.traits.gradient_dtype is None else node.gradient_dtype(own)

@@ -53,11 +53,7 @@ def entries(listed: Iterable[ListedOp]) -> Iterable[tuple[str, object]]:
 
 
 def check_dtensors(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
-    """The list as it is, if each DTensor lies as its op takes it: each rank runs on its own part.
-
-    Raises:
-        TypeError: naming the op, this rank and what to do.
-    """
+    """The list as it is, if each DTensor lies as its op takes it: each rank runs on its own part."""
     there = {key: (*p.joined, *([] if p.lies is None else [p.lies])) for key, p in call.parameters.items()}
     if not any(there.values()):
         return listed
@@ -87,7 +83,6 @@ def _check(place: int, item: ListedOp, name: str, lies: Lies) -> None:
 
 
 def autocast(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
-    """The list as it runs under autocast."""
     exact = call.x.dtype == torch.float64 and not rounds()  # then every op gives float64, whatever it says
     if call.autocast is None or exact:
         return listed
@@ -135,7 +130,7 @@ def _casts(
     target: torch.dtype,
     wanted: torch.dtype | None,
 ) -> dict[str, torch.dtype]:
-    """Name -> dtype of the parameters that are cast for an op, which runs in `x`; it was asked to run in `wanted`."""
+    """Name -> dtype of the parameters that are cast for an op, which runs in `x`."""
     if runs_in == "lower" and x == target:
         return {name: x for name, dtype in parameters.items() if dtype != x}
     if runs_in == "follow" and x == target or runs_in == "float32" and x == wanted:
@@ -147,9 +142,6 @@ def add_placements(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[List
     """The list, each op with those of its parameters whose gradients are to be added up over ranks that share the list.
 
     An op that draws gets this rank's share of its input.
-
-    Raises:
-        ValueError: naming an op that cannot take what it gets.
     """
     entries = _entries(listed)
     if not entries:
@@ -167,7 +159,7 @@ def with_placements(listed: Sequence[ListedOp]) -> Sequence[ListedOp]:
 
 
 def _entries(listed: Sequence[ListedOp]) -> Entering:
-    """Entries by ranks that share ops of the list: as known at its first op, else as the first of these ops takes."""
+    """Entries by ranks that share ops: as known at the first op, else as the first of these takes."""
     found = {**listed[0].entering} if listed else {}
     for one in joint_ops([item.lowered.op for item in listed]):
         if one.takes is not None:
@@ -193,7 +185,7 @@ class _Walk:
         self._place = 0
 
     def found(self, entry: Entry) -> Sequence[ListedOp]:
-        """The list with sums, and what enters each op where this enters the first; ValueError naming an op."""
+        """The list with sums, and what enters each op; ValueError naming an op."""
         try:
             return list(self._from(entry))
         except ValueError as error:
@@ -241,11 +233,7 @@ class _Walk:
 
 
 def _share(x: Placement, group: Group, other: Share | None) -> Share:
-    """A rank's share of an op's input, for what the op draws; `other`: that by groups that cut sequences before.
-
-    Raises:
-        ValueError: where rows are cut along two dimensions.
-    """
+    """A rank's share of an op's input, for what the op draws; `other`: that by groups that cut sequences before."""
     known = other or Share()
     if not (isinstance(x, Shard) and x.by_rows):
         return replace(known, columns=(group, *known.columns))
@@ -288,11 +276,7 @@ def _on_rank(place: int, item: ListedOp) -> Iterable[ListedOp]:
 
 
 def gradient_sums(listed: Sequence[ListedOp], numbers: Mapping[Key, int]) -> dict[int, Group]:
-    """The parameters, by their numbers, whose gradients are added up, and over which ranks.
-
-    Raises:
-        ValueError: where one op has all of a parameter's gradient and another one a term.
-    """
+    """The parameters, by their numbers, whose gradients are added up, and over which ranks."""
     found: dict[int, Group] = {}
     if not [item for item in listed if item.summed]:
         return found

@@ -54,10 +54,7 @@ class ListedOp:
     entering: Entering = field(default_factory=dict)
 
     def as_now(self, training: bool) -> ListedOp:
-        """A copy whose op keeps the attributes of now, in this mode; plans are made of such copies.
-
-        It does not keep the owners of its parameters alive.
-        """
+        """A copy whose op keeps the attributes of now; it keeps no owner of its parameters alive."""
         known = self.lowered
         op = with_attributes(known.op, {**known.op.__dict__, "training": training})
         bindings = {name: b.weak() for name, b in known.bindings.items()}
@@ -74,11 +71,7 @@ def with_attributes(op: Module, attributes: dict[str, Any]) -> Module:
 
 
 def emptied(module: torch.nn.Module, blanks: dict[Any, torch.nn.Parameter]) -> None:
-    """Leave of the parameters of an op's copy, and of the modules in it, only what they are like.
-
-    Args:
-        blanks: what stands for parameters that are alike, in all ops of a list.
-    """
+    """Put blanks, one for all that are alike in a list, in place of the parameters of an op's copy."""
     held = module.__dict__
     parameters: dict[str, torch.nn.Parameter | None] = dict.fromkeys(held["_parameters"])
     for name, p in held["_parameters"].items():
@@ -118,11 +111,7 @@ class ParameterSpecs:
 
     @classmethod
     def of(cls, binding: Binding, t: torch.Tensor, absent: torch.device | None = None) -> ParameterSpecs:
-        """Specs of a parameter that is `t` in this call.
-
-        Raises:
-            TypeError: for one whose memory has its numbers with the other sign.
-        """
+        """Specs of a parameter that is `t` in this call."""
         if not is_compiling() and t.is_neg():
             raise TypeError(f"{binding.name} has its negative bit set: put {binding.name}.resolve_neg() in its place")
         kind = torch.Tensor if stands_in(t) else type(t)
@@ -178,12 +167,7 @@ class CallSpecs:
         around: tuple[Hashable, ...] = (),
         capability: tuple[int, int] | None = None,
     ) -> CallSpecs:
-        """The specs of a call made now, with these parameters.
-
-        Args:
-            absent: the device planned for instead of where the tensors are.
-            questions: what is to note what is asked of its sizes: all but the features of x.
-        """
+        """The specs of a call made now; `questions` note what is asked of all sizes but the features of x."""
         known = {b.key: ParameterSpecs.of(b, t, absent) for b, t in parameters.items()}
         specs = {name: spec_of(t, absent) for name, t in inputs.items()}
         spec = spec_of(x, absent)
@@ -196,17 +180,14 @@ class CallSpecs:
         return cls(spec, x.requires_grad, named, known, outputs, grad, autocast, tuple(parameters), around, capability)
 
     def stand_ins(self) -> StandIns:
-        """Stand-ins for the parameters that are computed."""
         return {key: p.stand_in for key, p in self.parameters.items() if p.computed}
 
 
 def autocast_of(kind: str) -> torch.dtype | None:
-    """The dtype that torch.autocast runs in on a kind of device; None outside of it."""
     return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
 
 
 def spec_of(t: torch.Tensor, device: torch.device | None = None) -> Spec:
-    """The spec of a tensor, as if it were on `device` where one is given."""
     return Spec(tuple(t.shape), t.dtype, device or t.device)
 
 
@@ -221,7 +202,6 @@ def bindings_of(listed: Iterable[ListedOp]) -> list[Binding]:
 
 
 def numbered(listed: Sequence[ListedOp]) -> list[ListedOp]:
-    """The list with each op's place as the number of its random stream."""
     return [op if op.stream == place else replace(op, stream=place) for place, op in enumerate(listed)]
 
 

@@ -32,13 +32,7 @@ Items = Callable[[Any], Iterable[tuple[str, object]]]
 
 @dataclass(frozen=True)
 class PassRecord:
-    """One pass over a call's list of ops or over its plan.
-
-    Attributes:
-        name: that of the pass.
-        over: "ops" or "steps".
-        before, after: the entries, each as (text, the entry).
-    """
+    """One pass over a call's "ops" or over the "steps" of its plan; entries are (text, the entry)."""
 
     name: str
     over: str
@@ -47,17 +41,15 @@ class PassRecord:
 
     @property
     def removed(self) -> list[str]:
-        """Entries that were there before alone."""
         return _beyond(self.before, self.after)
 
     @property
     def added(self) -> list[str]:
-        """Entries that are there afterwards alone."""
         return _beyond(self.after, self.before)
 
     @property
     def changed(self) -> list[str]:
-        """Entries that read as before and are others: in time, in what they keep, in what they write over."""
+        """Entries that read as before and are others, say in time or in what they keep."""
         there = {id(entry) for _, entry in self.before}
         same = Counter(text for text, entry in self.after if id(entry) not in there)
         return [*(same - Counter(self.added)).elements()]
@@ -98,13 +90,10 @@ def run_passes(
     items: Items,
     start: str = "",
 ) -> Found:
-    """Run passes one after the other.
+    """Run passes by name one after the other; each takes `given`, too.
 
     Args:
-        passes: name -> pass.
-        given: what each takes beside the list or plan that it changes.
-        over: "ops" or "steps".
-        items: f(list or plan) -> its entries, as (text, entry).
+        items: f(list or plan) -> its entries, as (text, entry), for the record.
         start: the name of what there is to begin with, where no pass made that.
     """
     records = None if is_dynamo_compiling() else _records.get()  # which Dynamo cannot read
@@ -124,25 +113,15 @@ Keys = tuple[Hashable, ...]  # one of each context; empty where nothing surround
 
 
 class ReadyList(NamedTuple):
-    """A list that is ready for a call.
-
-    Attributes:
-        listed: the ops, with bindings that `CallContext.rewrite` may take as `aside` of theirs.
-        lasts: whether later calls may run the list, too.
-        facts: gives the conditions under which it stays ready.
-    """
+    """A list that is ready for a call; its bindings may be the `aside` of its context."""
 
     listed: Sequence[ListedOp]
-    lasts: bool = True
-    facts: Callable[[], Facts] = Facts
+    lasts: bool = True  # later calls may run the list, too
+    facts: Callable[[], Facts] = Facts  # conditions under which it stays ready
 
 
 class CallContext:
-    """One kind of context that calls may be in.
-
-    Attributes:
-        key: what plans depend on now; None outside. It raises where a compiler traces what it cannot follow.
-    """
+    """One kind of context that calls may be in; its key, on which plans depend, is None outside."""
 
     key: Callable[[], Hashable]
 
@@ -151,7 +130,6 @@ class CallContext:
 
         Args:
             listed: the ops, as a call outside has them, or as an earlier `prepare` gave them for this key.
-            key: None: the call is outside.
             reads: whether it is for a reference, which leaves nothing behind.
         """
         raise NotImplementedError

@@ -27,13 +27,7 @@ def reference_run(
     given: Mapping[Binding, torch.Tensor],
     seed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run a list op by op, behind its passes.
-
-    Args:
-        values: named tensors; those that ops bind are added.
-        given: the parameters that the ops are bound to.
-        seed: (seed, offset) of the call's random draws.
-    """
+    """Run a list op by op, behind its passes; named tensors that ops bind are added to `values`."""
     tensors = {
         b.key: torch.full_like(t, math.nan, requires_grad=False) if b.made_in_call else recorded_part(t)
         for b, t in given.items()
@@ -66,10 +60,7 @@ def run_nodes(
 ) -> None:
     """Run some nodes of a graph op by op; what they make is added to `values`, of 8 bits as wider numbers.
 
-    Args:
-        values: what enters, by value of the graph.
-        parameters: by number in the graph.
-        exact: everything is float64, and parameters stay so where the plan casts them.
+    Where it is `exact` everything is float64, and parameters stay so where the plan casts them.
     """
     for node in nodes:
         tensors: dict[str, torch.Tensor | None] = {}
@@ -94,7 +85,6 @@ def run_op(
     """The outputs of one op by its meaning, and the dtypes of those that are stored in 8 bits and come wider.
 
     Args:
-        stream: the number of its random stream.
         share: what this rank has of x; None: all.
         fresh: whether what each call makes of what it quantizes is still to be made, and put into the tensors given.
     """

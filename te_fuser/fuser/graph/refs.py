@@ -106,17 +106,14 @@ class Ref(NamedTuple):
 
     @property
     def by_rows(self) -> Ref:
-        """The tensor in the layout of rows."""
         return self if self.form.layout == "rows" else self._replace(form=self.form._replace(layout="rows"))
 
     @property
     def transposed(self) -> Ref:
-        """The tensor in the transposed layout."""
         return self._replace(form=self.form._replace(layout="transposed"))
 
     @property
     def is_of_a_value(self) -> bool:
-        """True where it has the rows of a value."""
         return self.kind.counts == "values"
 
     def spec(self, graph: Graph) -> Spec | None:
@@ -124,17 +121,14 @@ class Ref(NamedTuple):
         return self.kind.spec(graph, self)
 
     def bytes(self, graph: Graph) -> int:
-        """The size, as far as the graph tells."""
         spec = self.kind.spec(graph, self)
         return self.kind.bytes(graph, self) if spec is None else bytes_of(spec)
 
     def label(self, graph: Graph) -> str:
-        """Label for people."""
         return self.name if self.kind.label is None else self.kind.label(graph, self)
 
 
 def bytes_of(spec: Spec) -> int:
-    """The size of a tensor."""
     return math.prod(spec.shape) * spec.dtype.itemsize
 
 
@@ -214,12 +208,10 @@ def parameter_ref(index: int, dtype: torch.dtype | None = None) -> Ref:
 
 
 def gradient_ref(value: int) -> Ref:
-    """The adjoint of a value."""
     return Ref(GRADIENT, value)
 
 
 def parameter_gradient_ref(index: int) -> Ref:
-    """The gradient of a parameter."""
     return Ref(PARAMETER_GRADIENT, index)
 
 
@@ -229,7 +221,6 @@ def own_term_ref(index: int) -> Ref:
 
 
 def statistic_ref(stretch: int, digest: str) -> Ref:
-    """A per-row statistic of a stretch, by the digest of its expression."""
     return Ref(STATISTIC, stretch, name=digest)
 
 

@@ -41,7 +41,7 @@ _BACKWARD_SCRATCH = 2.0
 
 @dataclass(frozen=True)
 class _Fit:
-    """A fusion where it matches, the ops of the match that its backward covers, and what its forward saves for them."""
+    """A fusion where it matches, what its backward covers there, and what its forward saves."""
 
     fusion: Fusion
     whole: tuple[int, int]
@@ -51,12 +51,10 @@ class _Fit:
 
     @property
     def start(self) -> int:
-        """The first op."""
         return self.nodes[0].index
 
     @property
     def stop(self) -> int:
-        """The op after the last one."""
         return self.nodes[-1].index + 1
 
 
@@ -109,7 +107,7 @@ class BackwardCandidates:
         return Edge(node.index, node.index + 1, node.traits.role, tuple(steps), bytes_kept, recomputes=gathered)
 
     def _gathered_again(self, nodes: tuple[Node, ...]) -> tuple[list[Step], tuple[Ref, ...]]:
-        """Steps that gather once more what some ops have gathered and nobody keeps, and the refs that they give."""
+        """Steps that gather once more, for some ops, what nobody keeps; and the refs that they give."""
         steps: list[Step] = []
         again = [(n, ref) for n in nodes if (ref := self.graph.ref(n.output)) in self.problem.gathered_again]
         for node, ref in again:
@@ -118,7 +116,6 @@ class BackwardCandidates:
         return steps, tuple([ref for _, ref in again])
 
     def _again_step(self, node: Node, output: Ref) -> Step:
-        """An op that gathers once more, for hanging nodes."""
         inputs = [("input", self.graph.ref(node.input))]
         outputs = [("output", output._replace(kind=RECOMPUTED))]
         price = Price("of_opaque", (node, inputs, outputs, 1.0, 1.0))
@@ -130,7 +127,6 @@ class BackwardCandidates:
         return _themselves(found, gradient) if gradient.by_attributes else found
 
     def _gradient_step(self, node: Node, gradient: Gradient, needed: frozenset[str]) -> Step:
-        """One node of an opaque op's backward."""
         reads = self._gradient_reads(node, gradient)
         inputs = [*self._arriving(node), *reads, *([("seed", SEED)] if node.traits.draws else [])]
         outputs = [(f"d_{p}", self.problem.gradient_target(node, p)) for p in gradient.produces if p in needed]
@@ -143,7 +139,6 @@ class BackwardCandidates:
         return self.prices.step(name, (node.index, node.index + 1), inputs, outputs, task, price, chain=not hanging)
 
     def _arriving(self, node: Node) -> Named:
-        """The gradients of an opaque op's outputs, as its methods call them."""
         names = ("dy", *(f"d_{name}" for name in node.op.named_outputs()))
         values = zip(names, (node.output, *node.named_out), strict=True)
         return [(name, gradient_ref(v)) for name, v in values if self.graph.needs_grad(v)]
@@ -158,7 +153,7 @@ class BackwardCandidates:
     # --------------------------------------------------------------------------------------- row ops
 
     def _row(self, found: Found, stretch: DerivedStretch, start: int, stop: int) -> list[Edge]:
-        """Backward kernels of a range, one for each set of values computed again, not kept, for hanging nodes."""
+        """Backward kernels of a range, one for each set of values that it computes again."""
         wanted = self.problem.recomputable(start, stop)
         subsets = itertools.chain.from_iterable(itertools.combinations(wanted, k) for k in range(len(wanted) + 1))
         variants = [self._variant(found, stretch, start, stop, again) for again in subsets]
@@ -192,7 +187,6 @@ class BackwardCandidates:
         return Edge(start, stop, name, steps, kept, recomputes=again, in_forward=more)
 
     def _readable(self, stretch: DerivedStretch) -> frozenset[int]:
-        """The values that the backward of a stretch may read."""
         leaving = map(self.graph.ref, stretch.values_leaving(stretch.start, stretch.stop))
         left = {r.index for r in leaving if r.form == AS_MADE}
         return frozenset(left | self.limits.given) - self.limits.forbidden
@@ -200,7 +194,6 @@ class BackwardCandidates:
     # --------------------------------------------------------------------------------------- fusions
 
     def _fusion(self, fusion: Fusion, whole: tuple[int, int], found: Found) -> Edge | None:
-        """A fusion that matches the ops `whole`."""
         start, stop = fusion.covers("backward", *whole)
         nodes = self.nodes[start:stop]
         if not self.graph.needs_grad(nodes[-1].output):
@@ -236,7 +229,7 @@ class BackwardCandidates:
         return self.prices.step(fusion.name, (fit.start, fit.stop), inputs, outputs, task, price)
 
     def _fusion_apart(self, fit: _Fit) -> Edge | str:
-        """Candidate of a fusion whose nodes run apart, or why not; nodes of parameters alone hang off the chain."""
+        """Candidate of a fusion whose nodes run apart; those of parameters alone hang off the chain."""
         fusion = fit.fusion
         needed, outputs = self._fusion_gradients(fit.nodes)
         inner = self.problem.inner_gradients(fusion, fit.nodes)
@@ -273,7 +266,7 @@ class BackwardCandidates:
         return Edge(fit.start, fit.stop, fusion.name, all_steps, bytes_kept, fusion, fit.whole, gathered)
 
     def _left_for_hanging(self, nodes: tuple[Node, ...]) -> list[Ref]:
-        """A row op's output that ends a fusion and that later only hanging nodes read: nothing computes it again."""
+        """A row op's output that ends a fusion and that later only hanging nodes read."""
         last = nodes[-1]
         hanging = last.traits.is_row and self.problem.hanging_reads.get(self.graph.first(last.output))
         return [self.problem.read_in_backward(last.output)] if hanging else []
@@ -328,7 +321,7 @@ class BackwardCandidates:
         return self._why_other_gradients(fusion, nodes, [nodes[-1].output, *taken, *inner])
 
     def _why_other_gradients(self, fusion: Fusion, nodes: tuple[Node, ...], taken: list[int]) -> str | None:
-        """Reason for which gradient dtypes do not fit, of `taken` as they arrive or as the ops give theirs; or None."""
+        """Reason for which gradient dtypes, those `taken` or the ops' own, do not fit; or None."""
         for v in (self.graph.values[v] for v in taken):
             if v.gradient is not None and v.gradient not in fusion.takes_gradients_in:
                 return f"the gradient of {plain(v.name)} arrives in {text_of(v.gradient)}, not in its own dtype"
@@ -374,5 +367,5 @@ class BackwardCandidates:
 
 
 def _themselves(read: Named, gradient: Gradient) -> list[tuple[str, Ref]]:
-    """Reads of a backward node, with parameters whose attributes it asks as they are, not as the op casts them."""
+    """Reads of a backward node; parameters whose attributes it asks come uncast."""
     return [(name, ref._replace(form=AS_MADE) if name in gradient.by_attributes else ref) for name, ref in read]

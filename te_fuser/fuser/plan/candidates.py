@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -33,35 +34,29 @@ NO_TENSOR = "its last op makes no tensor of its own"
 
 @record(eq=False)
 class Edge:
-    """A candidate: steps for the ops start..stop-1, and how many bytes it makes kept.
-
-    `whole` is where the match of a fusion is, of which it covers start..stop-1. `in_forward` are the seconds, and those
-    of the host, that forward takes more for what a candidate for backward makes kept: a layout that nobody else reads.
-    """
+    """A candidate: steps for the ops start..stop-1."""
 
     start: int
     stop: int
     name: str
     steps: tuple[Step, ...]
-    kept: int = 0
+    kept: int = 0  # bytes that it makes kept for backward
     fusion: Fusion | None = None
-    whole: tuple[int, int] | None = None
+    whole: tuple[int, int] | None = None  # the match of a fusion, of which it covers a part
     recomputes: tuple[Ref, ...] = ()
-    in_forward: tuple[float, float] = NOTHING
+    in_forward: tuple[float, float] = NOTHING  # of seconds, the host's too, for what it makes kept
 
     @functools.cached_property
     def takes(self) -> tuple[float, float]:
         """Seconds of its steps, and those of the host."""
-        return sum([s.seconds for s in self.steps]), sum([s.host for s in self.steps])
+        return math.fsum([s.seconds for s in self.steps]), math.fsum([s.host for s in self.steps])
 
     @property
     def match(self) -> MatchOf | None:
-        """The fusion and its match, where it is one."""
         return None if self.fusion is None or self.whole is None else (self.fusion, self.whole)
 
     @property
     def is_joint(self) -> bool:
-        """True for one direction of a joint fusion."""
         return self.fusion is not None and self.fusion.direction == "joint"
 
 
@@ -86,13 +81,11 @@ class Found:
 
     @property
     def edges(self) -> Iterator[Edge]:
-        """Every candidate, of row ops first."""
         for group in (*self.rows, *self.lone, [self.others]):
             for edges in group:
                 yield from edges
 
     def refuse(self, direction: str, start: int, stop: int, name: str, reason: str) -> None:
-        """Note why something is no candidate."""
         self.refusals[Refusal(direction, start, stop, name, reason)] = None
 
 
@@ -117,11 +110,7 @@ def find_rows(problem: Problem, found: Found, derive: Callable[[Found, DerivedSt
 
 
 class Placed(NamedTuple):
-    """Candidates of one section in another one that is like it, or in its own.
-
-    Attributes:
-        by: how many ops later it is there.
-    """
+    """Candidates of one section in another one that is like it, `by` ops later, or in its own."""
 
     edges: tuple[Edge, ...]
     here: Section
@@ -140,7 +129,6 @@ class Placed(NamedTuple):
         return [prices.once((e, self.there), functools.partial(self._edge, prices, e)) for e in self.edges]
 
     def _edge(self, prices: Prices, edge: Edge) -> Edge:
-        """The candidate at its place there."""
         by, whole = self.by, edge.whole
         if whole is not None:
             whole = whole[0] + by, whole[1] + by
@@ -189,7 +177,7 @@ def fusion_task(
     needed: frozenset[str] = frozenset(),
     gradient: Gradient | None = None,
 ) -> FusionTask:
-    """A direction of a fusion over the ops that it covers, or one node of its backward, where `match` fits."""
+    """A direction of a fusion over the ops that it covers, or one node of its backward."""
     method = direction if gradient is None else gradient.method
     answer = fusion.asked("choose", match, method) if fusion.choose is not None else None
     body = answer if answer is None or isinstance(answer, Body) else Body(answer)

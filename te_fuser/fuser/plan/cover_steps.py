@@ -1,7 +1,6 @@
-"""Steps of covers made whole: in running order, without stores that nobody reads, with casts and sums of gradients.
+"""Steps of covers made whole: in running order, with casts and sums of gradients, without stores that nobody reads.
 
-Candidates for row ops do not know whose backward a cover takes behind them, and price what ops would read, kept or
-computed again. Once the cover is known, stores without a reader go.
+Candidates for row ops price what ops behind them would read; which of that they do is known with the cover.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def in_running_order(backward: list[Edge]) -> list[Step]:
-    """The steps of a backward cover in running order: the chain, and each hanging node as soon as it can run."""
+    """The chain of a backward cover, and each hanging node as soon as it can run."""
     recomputed = frozenset(r for e in backward for r in e.recomputes)
     order: list[Step] = []
     waiting: list[Step] = []
@@ -82,7 +81,6 @@ def without_idle(backward: list[Step]) -> list[Step]:
 
 
 def kept_by(prices: Prices, backward: list[Step]) -> tuple[SavedTensor, ...]:
-    """Tensors that backward steps read and none of them makes."""
     graph = prices.graph
     found: dict[Ref, SavedTensor] = {}
     made = {r for s in backward for _, r in s.outputs}
@@ -147,11 +145,7 @@ def with_forms(prices: Prices, steps: list[Step], made: set[Ref]) -> list[Step]:
 
 
 def with_sums(prices: Prices, steps: list[Step], arriving: list[Ref]) -> list[Step]:
-    """Rename the contributions of several steps to one gradient, and add the steps that sum them.
-
-    Args:
-        arriving: first terms that come from outside.
-    """
+    """Rename the contributions of several steps to one gradient, and add the steps that sum them."""
     counts: dict[Ref, int] = {r._replace(term=0): r.term for r in arriving}
     for step in steps:
         for _, ref in step.outputs:
@@ -179,7 +173,7 @@ def with_sums(prices: Prices, steps: list[Step], arriving: list[Ref]) -> list[St
 
 
 def with_sums_over_ranks(prices: Prices, steps: list[Step]) -> list[Step]:
-    """Add two steps for each group that sums gradients of parameters over its ranks: one starts, one waits."""
+    """Add a step that starts and one that waits, for each group that sums gradients."""
     sums = prices.graph.sums
     if not sums:
         return steps
@@ -206,7 +200,6 @@ def _over_ranks(prices: Prices, group: Group, parameters: list[int]) -> Iterable
 
 
 def _renamed(step: Step, renames: dict[Ref, Ref]) -> Step:
-    """The step with other names for what it makes."""
     if not renames:
         return step
     outputs = tuple([(name, renames.get(ref, ref)) for name, ref in step.outputs])

@@ -1,12 +1,8 @@
 """Covers: the cheapest steps for the whole list in each direction, and how the two meet.
 
-Backward first: its cover says which values it reads, and with joint fusions among its candidates it is the cheapest
-by what both directions take (`paths.Passing`). Then the forward cover, which must emit them. If a forward
-fusion was refused only because backward reads what it does not give, a second round lets forward choose freely and
-plans backward around it; the cheaper total wins.
-
-A cover is a way through each section. Candidates and ways are found once for all sections that are alike, in the first
-of them, and laid out in the others.
+Backward is covered first, by what both directions take (`paths.Passing`), then the forward that gives what it reads.
+If that cost forward a fusion, a second round plans backward around a free forward; the cheaper total wins. Ways are
+found once for all sections that are alike, in the first of them. docs/lab/covers.md has more.
 """
 
 from __future__ import annotations
@@ -37,12 +33,7 @@ _WEIGHED = ", with what is kept for backward weighed in"
 
 @dataclass(frozen=True)
 class Covers:
-    """Placed candidates that cover the list in both directions.
-
-    Attributes:
-        choices: what is computed again in backward, or could be.
-        refusals: says what was not taken.
-    """
+    """Placed candidates that cover the list; choices of what is computed again; what was not taken."""
 
     forward: list[Placed]
     backward: list[Placed]
@@ -67,7 +58,6 @@ class _Round:
 
     @property
     def length(self) -> int:
-        """Length of the ways of both directions together, in ticks."""
         return sum([way.length for way in (*self.forward, *self.backward)])
 
     @property
@@ -104,14 +94,13 @@ class Covering:
         return Covers(forward, backward, self._choices(found), refusals)
 
     def _viewed(self, found: _Round) -> set[Ref]:
-        """The memory of which backward reads views."""
         views = self.problem.graph.views
         return {views[ref] for ref in views.keys() & found.read}
 
     # --------------------------------------------------------------------------------------------- rounds
 
     def _round(self, aim: Aim, held: frozenset[int], limits: Withheld) -> _Round | None:
-        """Backward first, then the forward that gives what it reads; None where something has no candidate left."""
+        """Backward, then the forward that gives what it reads; None where no candidate is left."""
         candidates, impossible = BackwardCandidates(self.prices, limits), dict[Any, Refusal]()
         known = self._all_found(limits, candidates)
         while True:
@@ -132,7 +121,7 @@ class Covering:
     def _following(
         self, backward: list[Way]
     ) -> tuple[list[MatchOf], list[Found], MatchOf | None, tuple[set[Ref], frozenset[Ref]]]:
-        """A backward cover's joint fusions, the candidates for forward, the first that cannot run, and what is read."""
+        """A backward cover's joint fusions, forward's candidates, the first that cannot run, what is read."""
         joint = [match for match in self._matches(backward) if match[0].direction == "joint"]
         reads = self._reads(backward)
         candidates = ForwardCandidates(self.prices, reads[1], joint)
@@ -148,7 +137,6 @@ class Covering:
         return self._round(aim, held, limits)
 
     def _matches(self, ways: list[Way]) -> list[MatchOf]:
-        """The fusions that some ways take, in the sections that they are for."""
         return [m for way, section in zip(ways, self.sections, strict=True) for m in way.matches_in(section)]
 
     def _cannot_run(self, joint: Sequence[MatchOf], forward: Sequence[Found]) -> MatchOf | None:
@@ -163,7 +151,7 @@ class Covering:
         return None
 
     def _reads(self, backward: list[Way]) -> tuple[set[Ref], frozenset[Ref]]:
-        """Tensors that backward computes again, for hanging nodes to read, and those of forward that it reads."""
+        """Tensors that backward computes again, and those of forward that it reads."""
         again: set[Ref] = set()
         read: set[Ref] = set()
         hanging: set[Ref] = set()
@@ -181,14 +169,12 @@ class Covering:
         return self._known[key]
 
     def _found(self, candidates: Candidates, section: Section) -> Found:
-        """The candidates of a section, or of the first one that is like it."""
         key = type(candidates), section.form, *candidates.seen_from(section)
         if key not in self._known:
             self._known[key] = candidates.edges(section)
         return self._known[key]  # type: ignore[no-any-return]
 
     def _all_found(self, key: Hashable, candidates: Candidates) -> list[Found]:
-        """Candidates of each section, found once for each kind of candidates and `key`."""
         return self._once(  # type: ignore[no-any-return]
             (type(candidates), key), lambda: [self._found(candidates, section) for section in self.sections]
         )
@@ -215,7 +201,7 @@ class Covering:
         return _all([ways[a] for a in asked])
 
     def _ahead(self, aim: Aim, backward: Found) -> Callable[[Edge], int] | None:
-        """Forward ticks by backward candidate, as a function; None without joint fusions, as all ways cost the same."""
+        """Forward ticks by backward candidate, as a function; None without joint fusions."""
         if not any(e.is_joint for e in backward.others):
             return None
         here, free = backward.section.start, self._found(self._free, backward.section)
@@ -233,14 +219,13 @@ class Covering:
         return ahead
 
     def _laid_out(self, ways: Sequence[Way]) -> list[Placed]:
-        """The edges of some ways in the sections that they are for."""
         placed = zip(self.sections, ways, strict=True)
         return [Placed(w.edges, (here := w.found.section), s, s.start - here.start) for s, w in placed]
 
     # ---------------------------------------------------------------------------------- what is said of it
 
     def _choices(self, found: _Round) -> list[Choice]:
-        """The choices of all sections, but for values of which backward reads a view: their memory stays anyway."""
+        """The choices of all sections; where backward reads a view, the memory stays anyway."""
         choices, viewed = list[Choice](), self._viewed(found)
         for section, way in zip(self.sections, found.backward, strict=True):
             if way.choices:
@@ -267,7 +252,7 @@ class Covering:
     def _costs_of_unmet(
         self, aim: Aim, found: _Round, other: _Round | None, note: str
     ) -> dict[tuple[str, int, int], str]:
-        """Costs of forward fusions that do not give what backward reads: of a free forward, or of the `other` round."""
+        """Costs of forward fusions that do not give what backward reads."""
         free = self._forward(aim, self._all_found((), self._free)) or []
         lost = self._in_order(free, lambda way: self._lost("forward", way, ""))
         costs = {(r.name, r.start, r.stop): f"; in forward alone: {r.reason}" for r in lost}
@@ -294,12 +279,10 @@ class Covering:
 
 
 def _all(ways: list[Way | None]) -> list[Way] | None:
-    """The ways; None where one is missing."""
     return None if None in ways else ways  # type: ignore[return-value]
 
 
 def _edges(ways: Sequence[Way]) -> tuple[Edge, ...]:
-    """Edges of the given ways, in order, as a key."""
     return tuple([e for way in ways for e in way.edges])
 
 
@@ -315,7 +298,7 @@ def _why_impossible(match: MatchOf, joint: Sequence[MatchOf]) -> Refusal:
 
 
 def _limits_of(problem: Problem, forward: Iterable[MatchOf]) -> Withheld:
-    """Limits on backward: values, statistics and emissions that the fusions of a forward cover do not give."""
+    """Limits on backward: what the fusions of a forward cover do not give."""
     root, forbidden, given, silent = problem.graph.roots.__getitem__, set[int](), set[int](), set[int]()
     for fusion, whole in forward:
         nodes = problem.nodes[slice(*fusion.covers("forward", *whole))]

@@ -85,7 +85,6 @@ class Link:
         return max(self.latency, cost.sent / known[-1])
 
     def scaled(self, by: float, estimate: str) -> Link:
-        """A link that is `by` times as fast."""
         return replace(self, rates=tuple((ranks, by * rate) for ranks, rate in self.rates), estimate=estimate)
 
 
@@ -128,7 +127,6 @@ class Device:
 
     @property
     def kind(self) -> str:
-        """PyTorch's name of the kind of device."""
         return "cpu" if self.capability is None else "cuda"
 
     @property
@@ -140,7 +138,6 @@ class Device:
 
     @property
     def arch(self) -> str:
-        """Architecture that CUDA kernels of its plans are compiled for."""
         return arch_of(self.capability or (8, 0))
 
     def seconds(self, cost: Cost, dtype: str) -> float:
@@ -160,16 +157,7 @@ class Device:
         return limits.pop("launch") + apart + max(limits.values()) + felt * sending
 
     def limits(self, cost: Cost, dtype: str) -> dict[str, float]:
-        """The least time for each resource at its full rate: "memory", "products", "arithmetic", "launch".
-
-        And "link", where something is sent.
-
-        Args:
-            dtype: of products, unless the cost says it.
-
-        Raises:
-            ValueError: when the rate of products in this dtype is not known.
-        """
+        """The least time for each resource at its full rate; for the "link" where something is sent."""
         dtype = cost.dtype or dtype
         if dtype not in self.matrix_rate:
             known = ", ".join(self.matrix_rate)
@@ -184,14 +172,14 @@ class Device:
         }
 
     def _converted(self, cost: Cost, dtype: str) -> float:
-        """The bytes of copies in float32: twice as many as those of what is converted, written and read again."""
+        """The bytes of copies in float32, written and read again."""
         return 4.0 * (cost.read + cost.written) if cost.flops and dtype in self.converts else 0.0
 
 
 def _rates(
     float32: float, half: float, float64: float, float16: float | None = None, narrow: float = 0.0
 ) -> dict[str, float]:
-    """Rates by dtype, from 10**12 operations per second; `narrow`: how many times as fast 8 bits are, if at all."""
+    """Rates by dtype, from 10**12 operations per second; those of 8 bits are `narrow` times the half's."""
     rates = {"float32": float32, "bfloat16": half, "float16": half if float16 is None else float16, "float64": float64}
     rates |= dict.fromkeys(dtypes.FLOAT8, narrow * half) if narrow else {}
     return {dtype: rate * 1e12 for dtype, rate in rates.items()}
@@ -205,10 +193,9 @@ _CORE_BANDWIDTH = 10e9
 
 
 def cpu_device(threads: int, capability: str, half: Mapping[str, float]) -> Device:
-    """The CPU that has so many threads.
+    """The CPU with so many threads and what `torch.backends.cpu.get_cpu_capability` says.
 
     Args:
-        capability: the vectors it has, as `torch.backends.cpu.get_cpu_capability` calls them.
         half: "bfloat16" and "float16", where it has products in them -> how many times faster than in float32.
     """
     products, others = (threads * rate for rate in _CORES.get(capability, _PLAIN_CORE))
@@ -236,7 +223,7 @@ def _by_data_sheet(
     float32: float,
     link: Link = _PCIE,
 ) -> Device:
-    """A GPU that was not measured, from the vendor's peaks without sparsity: 10**12 bytes and operations per second."""
+    """A GPU by the vendor's peaks without sparsity, in 10**12 bytes and operations per second."""
     rates = _rates(_PRODUCTS * tf32, _PRODUCTS * half, _PRODUCTS * float64, narrow=2.0 if capability >= FIRST else 0.0)
     copy, others = _COPY * bandwidth * 1e12, _OTHERS * float32 * 1e12
     return Device(name, copy, rates, others, 4e-6, capability, multiprocessors, _BY_DATA_SHEET, link=link)
@@ -304,11 +291,10 @@ def _words(name: str) -> set[str]:
 
 
 def _estimated(name: str, properties: Any) -> Device:
-    """A GPU that is in no table, by its memory and its multiprocessors, beside those of the nearest one that is."""
+    """A GPU that is in no table, by its memory and multiprocessors, beside the nearest one."""
     major, minor, count = properties.major, properties.minor, properties.multi_processor_count
 
     def distance(d: Device) -> int:
-        """Distance between the compute capabilities of a known GPU and this one."""
         known = d.capability or (0, 0)
         return abs(10 * (known[0] - major) + known[1] - minor)
 

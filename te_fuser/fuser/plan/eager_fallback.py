@@ -38,7 +38,6 @@ class _FunctionCall:
 
     @property
     def output(self) -> int:
-        """The value that it makes."""
         return self.nodes[-1].output
 
 
@@ -78,7 +77,7 @@ def with_recorded(prices: Prices, plan: Plan, weight: float) -> Plan:
 def _recorded(
     prices: Prices, start: int, stop: int
 ) -> tuple[tuple[Step, ...], tuple[Step, ...], tuple[SavedTensor, ...]] | None:
-    """The steps of a segment as PyTorch's functions, and what these keep; None where something needs our own node."""
+    """The steps of a segment as PyTorch's functions, and what these keep; None where that cannot be."""
     problem = prices.problem
     if not is_recordable(problem, start, stop):
         return None
@@ -92,10 +91,7 @@ def _recorded(
 
 
 def is_recordable(problem: Problem, start: int, stop: int) -> bool:
-    """True where nothing in a segment needs a node of our own.
-
-    No op draws, say, or hands something to its backward, and ranks add up no gradient.
-    """
+    """True where nothing in a segment needs a node of our own, as draws do."""
     if not problem.options.records or not registry.enabled(registry.RECORDED):
         return False
     nodes = problem.nodes[start:stop]
@@ -107,7 +103,7 @@ def is_recordable(problem: Problem, start: int, stop: int) -> bool:
 
 
 def _needs_own_node(problem: Problem, node: Node) -> bool:
-    """True for an op that writes to main_grad or later, gives values in several forms, or has its part of a DTensor."""
+    """True for an op with a main_grad, values in several forms, or a DTensor."""
     graph = problem.graph
     if [p for p in node.parameters.values() if graph.lies[p] is not None]:
         return True
@@ -138,7 +134,7 @@ def _calls(problem: Problem, nodes: Iterable[Node]) -> list[_FunctionCall] | Non
 
 
 def _joined(problem: Problem, call: _FunctionCall, function: TorchFunction, node: Node) -> _FunctionCall | None:
-    """The call before with what this op adds to its output, where its function takes that and nobody else reads it."""
+    """The call before, with what this op adds to its output, if nobody else reads that."""
     value = call.output
     follows = node.input == value and len(call.nodes) == 1
     if not (call.function.takes_addend and function.addend and follows):
@@ -162,14 +158,13 @@ def _forward(prices: Prices, call: _FunctionCall) -> Step:
 
 
 def _forward_cost(prices: Prices, call: _FunctionCall, inputs: Named, outputs: Named) -> Cost:
-    """Cost of one operation."""
     if call.nodes[0].op.views:
         return _VIEW
     return prices.of_launch(inputs, outputs, flops_of(prices.graph, call.nodes[:1]))
 
 
 def _backward(prices: Prices, call: _FunctionCall) -> Step:
-    """Step for the node that PyTorch records, with what it reads and gives, for the plan to show and to price."""
+    """Step for the node that PyTorch records, for the plan to show and to price."""
     problem = prices.problem
     function, first = call.function, call.nodes[0]
     named = {k: n for n in call.nodes for k in sorted(problem.needed(n)) if n is first or k != "input"}
@@ -185,7 +180,6 @@ def _backward(prices: Prices, call: _FunctionCall) -> Step:
 
 
 def _backward_cost(prices: Prices, call: _FunctionCall, inputs: Named, outputs: Sequence[tuple[str, Ref]]) -> Cost:
-    """Cost of operations that give some gradients each, one after the other, and read what is kept for these."""
     if call.nodes[0].op.views:
         return _VIEW
     operations = [outputs] if call.function.at_once else [(o,) for o in outputs]

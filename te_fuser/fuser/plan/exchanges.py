@@ -1,8 +1,6 @@
 """A pass: what ranks exchange moves by copy engines where the GPUs of a group can write to one another.
 
-A product next to an exchange becomes one step with it: what is gathered is multiplied as it arrives, own rows first,
-and what is scattered is sent as it is made, own rows last. All other exchanges stay two steps, one that starts and one
-that waits.
+A product next to an exchange becomes one step with it: own rows are multiplied first, or sent last.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ def with_copies(plan: Plan, prices: Prices) -> Plan:
 
 
 def why_not(options: Options, graph: Graph, group: Group) -> str | None:
-    """The reason for which the ranks of a group cannot exchange by copies in a plan; None where none is known."""
+    """The reason for which a group cannot exchange by copies in a plan; None where it may."""
     if not registry.enabled(registry.PEER_COPIES):
         return "it is disabled"
     if options.device.kind != "cuda":
@@ -62,7 +60,6 @@ def why_not(options: Options, graph: Graph, group: Group) -> str | None:
 
 
 def go_by_copies(problem: Problem, node: Node) -> bool:
-    """True where an op of ranks exchanges by copies."""
     group = rule_of(node.op).group(node.op)
     return group.size > 1 and why_not(problem.options, problem.graph, group) is None
 
@@ -85,13 +82,8 @@ class _InSegment:
     """The steps of one direction of a segment, in which exchanges are made one step with products."""
 
     def __init__(self, segment: SegmentPlan, prices: Prices, direction: str, refusals: dict[Refusal, None]) -> None:
-        self._given, self._prices, self._direction, self._refusals = (
-            segment.steps(direction),
-            prices,
-            direction,
-            refusals,
-        )
-        self._graph = prices.problem.graph
+        self._given, self._graph = segment.steps(direction), prices.problem.graph
+        self._prices, self._direction, self._refusals = prices, direction, refusals
         self._held = {*segment.gives, *segment.returned, *[k.ref for k in segment.kept]}
         self._behind: dict[int, Step] = {}
 
@@ -120,7 +112,7 @@ class _InSegment:
         return {pair.start: replace(step, task=replace(step.task, peers=by))}
 
     def _beside_product(self, pair: _Pair, steps: dict[int, Step | None]) -> dict[int, Step | None] | None:
-        """One step in the place of the two and of a product; None, with the reason said, where there is none."""
+        """One step in the place of the two and of a product; None, with the reason said."""
         if not self._given[pair.wait].chain:  # what is gathered again, for the gradient of a weight
             return None
         found = self._gathering(pair, steps) if pair.exchange.cut is None else self._scattering(pair, steps)
@@ -172,7 +164,7 @@ class _InSegment:
     def _added_by_kernel(
         self, number: int, scatter: Step, pair: _Pair, steps: dict[int, Step | None]
     ) -> dict[int, Step | None] | None:
-        """The scatter without its sum, and the kernel that alone reads that and adds up the parts; None: none does."""
+        """The scatter without its sum, and the kernel that adds up the parts; None: none does."""
         ((_, summed),) = scatter.outputs
         readers = [(k, s) for k, s in steps.items() if s is not None and k != pair.wait and summed in s.reads()]
         kernel = readers[0][1].task.kernel if len(readers) == 1 else None
@@ -195,7 +187,7 @@ class _InSegment:
         return {number: replace(scatter, outputs=outputs, task=task), k: replace(made, chain=reader.chain)}
 
     def _why_not_rows(self, ref: Ref, dim: int | None, pair: _Pair) -> str:
-        """Reason for which the ranks' blocks along a dimension are not one run of rows each; empty where they are."""
+        """Reason for which the ranks' blocks along a dimension are not runs of rows, if any."""
         spec = ref.spec(self._graph)
         if spec is None or len(spec.shape) < 2 or dim is None or dim % len(spec.shape):
             return f"the blocks of ranks lie along dimension {dim}, not one behind the other"
@@ -203,7 +195,6 @@ class _InSegment:
 
     @staticmethod
     def _sent(start: Step) -> Ref:
-        """Tensor that is exchanged."""
         return next(r for name, r in start.inputs if name in ("input", "dy"))
 
     def _step(
@@ -223,7 +214,6 @@ class _InSegment:
 
 
 def _cost(prices: Prices, product: Price | None, exchange: Price | None, *known: Cost) -> Cost:
-    """Cost of a product beside which ranks send."""
     multiplied, sent = (k if p is None else prices.cost(p) for p, k in zip((product, exchange), known, strict=True))
     hidden = prices.problem.options.device.link.beside
     return replace(multiplied, sent=sent.sent, ranks=sent.ranks, beside=hidden, hidden=0.0)

@@ -31,11 +31,7 @@ Named = list[tuple[str, Ref]]
 
 
 class ForwardCandidates:
-    """Every candidate for the forward of one problem that gives what is demanded.
-
-    Args:
-        joint: the joint fusions of the backward cover, each with its match; they are forced.
-    """
+    """Candidates for a forward that gives what is demanded; `joint` fusions of backward are forced."""
 
     def __init__(self, prices: Prices, demands: Set[Ref] = frozenset(), joint: Iterable[MatchOf] = ()) -> None:
         self.prices, self.demands, self.joint = prices, demands, frozenset(joint)
@@ -102,12 +98,10 @@ class ForwardCandidates:
 
     @functools.cached_property
     def _turned(self) -> frozenset[Ref]:
-        """Tensors that are demanded transposed, as refs of their rows."""
         return frozenset([r.by_rows for r in self.demands if r.form.layout != "rows"])
 
     @functools.cached_property
     def _statistics(self) -> dict[int, list[str]]:
-        """Stretch -> the statistics that backward reads of it."""
         found: dict[int, list[str]] = {}
         for name, stretch in sorted((r.name, r.index) for r in self.demands if r.kind is STATISTIC):
             found.setdefault(stretch, []).append(name)
@@ -197,7 +191,6 @@ class ForwardCandidates:
         return [*inputs, *([("seed", SEED)] if any(n.traits.draws for n in nodes) else [])]
 
     def _owes(self, node: Node) -> bool:
-        """True where backward reads what an op emits, or one of its per-row statistics."""
         if not node.traits.is_row:
             return node.index in self._emitting
         stretch = self.problem.stretch_of(node.index)
@@ -205,7 +198,6 @@ class ForwardCandidates:
 
     @functools.cached_property
     def _emitting(self) -> set[int]:
-        """Ops that emit something that backward reads."""
         return {r.index for r in self.demands if r.kind is EMITTED}
 
 

@@ -1,7 +1,6 @@
 """Kernels of stretches, derived once for all that are equal: in other layers, other models and later plans.
 
-What a stretch's kernels are depends on its formulas, dtypes, feature sizes, and on who reads what, but not on where in
-which list it stands. So a result is kept under that form, with its tensors by their numbers within the stretch.
+They are kept by formulas, dtypes, feature sizes and readers, with tensors by their numbers within the stretch.
 """
 
 from __future__ import annotations
@@ -90,7 +89,6 @@ class DerivedStretch:
         transposed: Iterable[int] = (),
         measuring: bool = False,
     ) -> KernelTask | None:
-        """See `Stretch.forward`."""
         stores, statistics, transposed = tuple(stores), tuple(statistics), tuple(transposed)
         numbers = self._numbers(stores), statistics, self._numbers(transposed)
         key = ("forward", start - self.start, stop - self.start, *numbers, measuring)
@@ -107,14 +105,7 @@ class DerivedStretch:
         transposed: frozenset[Ref] = frozenset(),
         measuring: bool = False,
     ) -> KernelTask | None:
-        """See `Stretch.backward`.
-
-        Args:
-            forbidden: values that nobody can give.
-
-        Raises:
-            NotOneKernel: when it would read a forbidden value, or does not fit one kernel.
-        """
+        """See `Stretch.backward`; NotOneKernel also where it reads a `forbidden` value."""
         made = (v for n in self._graph.nodes[start:stop] for v in (n.output, *n.named_out))
         readable = readable.intersection(map(self._graph.roots.__getitem__, made))  # by storage
         silent = silent & self.exact.gives_statistics
@@ -130,7 +121,6 @@ class DerivedStretch:
         return kernel
 
     def values_leaving(self, start: int, stop: int) -> list[int]:
-        """See `Graph.leaving`."""
         if (start, stop) not in self._leaving:
             self._leaving[start, stop] = self._graph.leaving(start, stop)
         return self._leaving[start, stop]
@@ -141,7 +131,7 @@ class DerivedStretch:
         return tuple(self._inward["values"][v] for v in values)
 
     def _once(self, key: Any, derive: Callable[[], KernelTask | None]) -> KernelTask | None:
-        """A kernel of this stretch, derived where no equal one was asked for it; NotOneKernel where there is none."""
+        """A kernel of this stretch, derived where no equal one was; NotOneKernel where there is none."""
         if key not in self._made:
             made: Any = self._known.get(key, _MISSING)
             if made is _MISSING:

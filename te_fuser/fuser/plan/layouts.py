@@ -1,13 +1,12 @@
 """Layouts other than rows, of 8 bits: transposed, and by blocks.
 
-Products of 8 bits take what lies along what is summed (`kernels/cublaslt/products.py`): dW = dy^T x sums over tokens.
-The kernel that makes the rows stores both where it can, else a step turns them. Covers know nothing of blocks: a
-product that quantizes its factors by blocks reads rows. What its body says of another way to run (`Body.by_blocks`) is
-taken in a pass over the plan, where a kernel by tiles, or a fusion that can, makes what nobody else reads.
+The kernel that makes the rows stores both where it can, else a step turns them. Covers know nothing of blocks: a pass
+over the plan takes them from a kernel by tiles, or a fusion, for the one product that reads them (`Body.by_blocks`).
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -77,7 +76,7 @@ def turning_step(prices: Prices, ref: Ref, covers: Place) -> Step:
 
 
 def wanted_of(problem: Problem, start: int, stop: int, again: Iterable[Ref]) -> list[Ref]:
-    """Transposed outputs wanted of the backward kernel of a range: gradients, and values that it computes again."""
+    """Transposed outputs wanted of a backward kernel: gradients, and values computed again."""
     if not problem.transposed:
         return []
     nodes = problem.nodes[start:stop]
@@ -88,7 +87,7 @@ def wanted_of(problem: Problem, start: int, stop: int, again: Iterable[Ref]) -> 
 
 
 def given_transposed(problem: Problem, task: FusionTask, outputs: Iterable[tuple[str, Ref]]) -> list[tuple[str, Ref]]:
-    """Transposed outputs of a backward that is one step: those that are read and that its body says it can give."""
+    """Transposed outputs that are read of a backward that is one step, and that its body gives."""
     names = () if task.body is None else task.body.transposed
     return [(f"{name}.transposed", r.transposed) for name, r in outputs if name in names and _is_read(problem, r)]
 
@@ -105,7 +104,7 @@ def _is_read(problem: Problem, ref: Ref) -> bool:
 
 
 def in_forward(prices: Prices, stretch: DerivedStretch, covers: Place, kept: Iterable[Ref]) -> tuple[float, float]:
-    """Seconds, and those of the host, that forward takes more to make what is kept of a range transposed, too."""
+    """Seconds, and the host's, that forward takes more to make what is kept transposed, too."""
     turned = [r for r in kept if r.form.layout == "transposed"]
     if not turned:
         return NOTHING
@@ -117,11 +116,11 @@ def in_forward(prices: Prices, stretch: DerivedStretch, covers: Place, kept: Ite
     if kernel is not None and not why_not_transposed(prices.problem.options, kernel.description):
         return sum(map(prices.size, turned)) / prices.problem.options.device.bandwidth, 0.0
     steps = [turning_step(prices, r, covers) for r in turned]
-    return sum([s.seconds for s in steps]), sum([s.host for s in steps])
+    return math.fsum([s.seconds for s in steps]), math.fsum([s.host for s in steps])
 
 
 class _Handover(NamedTuple):
-    """A step that makes a tensor, the step that reads it by blocks, by their numbers, and which tensor that is."""
+    """A step that makes a tensor, the step that reads it by blocks, and the tensor."""
 
     maker: int
     reader: int
@@ -237,7 +236,6 @@ def _forms(ref: Ref, blocks: ByBlocks) -> list[Ref]:
 
 
 def _reading(step: Step, ref: Ref, prices: Prices) -> Step:
-    """The product that takes a tensor by blocks."""
     blocks = step.task.takes_blocks
     assert blocks is not None and step.price is not None
     forms = list(zip(blocks.names, _forms(ref, blocks), strict=True))

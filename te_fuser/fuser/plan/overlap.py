@@ -1,13 +1,12 @@
 """The order of steps around what is under way, as what ranks send: early starts, late waits, and gaps that are filled.
 
-A link works beside the device. So a step that starts something rises to right behind where its input is made, the one
-that waits for it sinks to just before its first reader, and gradients of parameters, for which no other step waits, run
-in between: dgrad, start, wgrad, wait. What is gathered once more, for such a gradient, starts as late as it can be
-there in time. Gradients that products leave to `backward_dw` are the last steps of a segment, and run apart.
+Gradients of parameters, for which no other step waits, run in between: dgrad, start, wgrad, wait. What is gathered once
+more for one of them starts as late as it can. Gradients left to `backward_dw` are the last steps of a segment.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,15 +29,14 @@ Steps = list["Step"]
 def overlap_exchanges(plan: Plan, prices: Prices) -> Plan:
     """The plan with its steps in such an order, and with what waiting takes.
 
-    Gradients of parameters that run later hold what they read for longer: that has to be worth it, by the peak of the
-    call, as kept bytes are.
+    Later gradients hold what they read for longer: that has to be worth it, by the peak of the call, as kept bytes are.
     """
     if not starts_something(plan):
         return plan
     device, graph = plan.device, plan.graph.rounded()
     orders = [_Order(segment, device, lambda ref: ref.bytes(graph)) for segment in plan.segments]
     late, filled = ([order.backward(fill) for order in orders] for fill in (False, True))
-    gain = sum([seconds(a, device) - seconds(b, device) for a, b in zip(late, filled, strict=True)])
+    gain = math.fsum([seconds(a, device) - seconds(b, device) for a, b in zip(late, filled, strict=True)])
     peaks = [max(order.peak(steps) for order, steps in zip(orders, made, strict=True)) for made in (late, filled)]
     memory = prices.problem.options.memory
     weight = LAMBDA["balanced"] if isinstance(memory, int) else LAMBDA[memory]
@@ -92,13 +90,13 @@ def said_of(plan: Plan, step: Step) -> str:
 
 
 def way_of(step: Step, device: Device) -> float:
-    """The seconds that what a step starts is under way, where nothing else is."""
+    """The seconds that a step's start is under way alone."""
     return device.seconds(replace(step.cost, hidden=0.0), "float32")
 
 
 @dataclass
 class _Flight:
-    """Something under way: the seconds it takes from when the link is free, those left, and those beside steps."""
+    """Something under way: the seconds it takes on a free link, those left, those beside steps."""
 
     takes: float
     left: float
@@ -133,12 +131,11 @@ def _flown(steps: Iterable[Step], device: Device) -> tuple[float, dict[Ref, _Fli
 
 
 def seconds(steps: Iterable[Step], device: Device) -> float:
-    """Predicted seconds of steps in this order."""
     return _flown(steps, device)[0]
 
 
 def timed(steps: Sequence[Step], device: Device) -> tuple[Step, ...]:
-    """The steps with what is felt of something under way where it is waited for, and nothing where it starts."""
+    """The steps, with what is felt of something under way priced where it is waited for."""
     flights = _flown(steps, device)[1]
     if not flights:
         return tuple(steps)
@@ -166,11 +163,7 @@ class _Order:
         return waiting_late(starting_early(self.segment.forward))
 
     def backward(self, fill: bool) -> Steps:
-        """Backward steps, ordered around what is under way.
-
-        Args:
-            fill: whether gradients of parameters may be delayed, to run beside what is under way.
-        """
+        """Backward steps, ordered around what is under way; to `fill` gaps, gradients of parameters wait."""
         steps = self.segment.backward
         if not any(started(s) for s in steps):
             return list(steps)
@@ -257,7 +250,7 @@ class _StepsByFreedom:
         return cls(chain, free, tuple(own), again, device)
 
     def gaps(self) -> list[tuple[int, int]]:
-        """Gaps of the chain: where something under way starts, and where it is waited for."""
+        """Places (start, wait) in the chain of what is under way."""
         starts = {ref: k for k, s in enumerate(self.chain) if (ref := started(s)) is not None}
         return sorted((starts[ref], k) for k, s in enumerate(self.chain) if (ref := awaited(s)) is not None)
 
@@ -295,7 +288,7 @@ def free_steps(steps: Sequence[Step]) -> Steps:
 
 
 def _before(steps: Sequence[Step], free: Steps, chain: Steps) -> list[int]:
-    """Place in the chain, for each free step, of the last one before it that neither starts anything nor waits."""
+    """Place, for each free step, of the last chain step before it that sends nothing."""
     places, freed = {id(s): k for k, s in enumerate(chain)}, {id(s) for s in free}
     found, last = [], -1
     for step in steps:
@@ -307,7 +300,7 @@ def _before(steps: Sequence[Step], free: Steps, chain: Steps) -> list[int]:
 
 
 def _put_in_time(steps: Steps, start: Step, wait: Step, device: Device) -> None:
-    """Put a wait before its first reader, and its start so far before that that the link has time, if it can be."""
+    """Put a wait before its first reader, and its start so early that the link has time."""
     at, wanted = _first_reader(steps, wait), way_of(start, device)
     steps.insert(at, wait)
     needed = set(start.reads())

@@ -1,18 +1,9 @@
 """Marks of the inputs that a plan's generated kernels may store outputs over: those that die at that step.
 
-An input qualifies when
-
-- it is large: below LEAST_BYTES a call goes as it always did;
-- no later step of its program reads it, nor any other name of it, and it is no result and not kept;
-- it is memory of our own: a generated kernel, a fusion's body that says so or a sum of gradients made it, in this
-  program or, for what one segment alone keeps, in forward. What comes from outside (the call's inputs, parameters,
-  gradients that autograd hands in) and what other code makes or reads (ops and fusions with functions of their own,
-  which may hold a view or read it on another stream) does not;
-- it has the shape of the output;
-- the kernel allows it (`codegen.in_place`).
-
-At run time an output is stored over it only where nobody else holds it by then (`csrc/sole_owner.h`), and in backward
-only if the graph is not kept and no hooks for saved tensors were active in forward. Otherwise it is a new tensor.
+Such an input has LEAST_BYTES and the shape of the output, is no result, not kept, and read by no later step under any
+name. It is memory of our own: a generated kernel, a fusion's body that says so or a sum of gradients made it. Other
+code may hold a view, or read on another stream. The kernel must allow it (`codegen.in_place`), and so must the call,
+where nobody else may hold it (`csrc/sole_owner.h`): docs/lab/overwriting.md.
 """
 
 from __future__ import annotations
@@ -54,7 +45,7 @@ def mark_overwrites(plan: Plan, prices: Prices) -> Plan:
 
 
 def _kept_of_our_own(plan: Plan) -> set[Ref]:
-    """Tensors that forward makes and one segment alone keeps, and that neither the caller nor other code ever sees."""
+    """Tensors that forward makes, one segment alone keeps, and nobody else ever sees."""
     graph = plan.graph
     seen = Counter(k.ref for segment in plan.segments for k in segment.kept)
     given = {graph.ref(v.index) for v in graph.values if v.index in graph.results}
@@ -80,7 +71,6 @@ def _overwriting(plan: Plan, step: Step, number: int, lives: _Lives) -> Step:
 
 
 def shape_of(plan: Plan, ref: Ref) -> tuple[int, ...] | None:
-    """The sizes of a value, or of its gradient; None for anything else."""
     spec = ref.spec(plan.graph) if ref.is_of_a_value else None
     return None if spec is None else spec.shape
 
@@ -124,7 +114,6 @@ class _Lives:
         return cls(last, same, frozenset(foreign), frozenset(own), frozenset(held))
 
     def names(self, ref: Ref) -> frozenset[Ref]:
-        """The ref, and every other name of its tensor."""
         return self.same.get(ref, frozenset([ref]))
 
     def is_ours(self, ref: Ref) -> bool:

@@ -69,11 +69,7 @@ def prepare_parameters(plan: Plan, prices: Prices) -> Plan:
 def measuring_steps(
     prices: Prices, covers: tuple[int, int], derive: Callable[[], KernelTask | None]
 ) -> tuple[Step, ...]:
-    """Pass that measures the largest magnitudes for the kernel of a range, and the steps that make scales of them.
-
-    Args:
-        derive: f() -> that pass; None where there is nothing to raise.
-    """
+    """Pass that measures for the kernel of a range, and steps that make scales."""
     found = [(node, own) for node in prices.problem.nodes[slice(*covers)] if (own := _own_scale(node)) is not None]
     kernel = derive() if found else None
     if kernel is None:
@@ -98,12 +94,12 @@ def measuring_steps(
 
 
 def _is_made_in_kernels(target: str) -> bool:
-    """True where the last block of a measuring pass makes the scale, too."""
+    """True where the pass that measures makes the scale, too."""
     return target == "cuda"
 
 
 def why_unmeasured(nodes: Iterable[Node], forward: bool) -> str | None:
-    """Reason for which a fusion cannot stand for some ops: their scales must be measured first; None where it can."""
+    """Reason, if any, for which a fusion cannot stand for ops: their scales must be measured first."""
     for op, label in [(node.op, node.label) for node in nodes if _own_scale(node) is not None]:
         assert isinstance(op, RowOp)
         if op.measured_in_forward if forward else op.measured_in_backward:
@@ -119,7 +115,7 @@ _AMAX, _MADE = "own_amax", ("scale", "inverse")
 
 
 def name_of_rows(steps: Sequence[Step]) -> str:
-    """Name of a candidate of row kernels: that of its last kernel, for which the others run; "none" without kernels."""
+    """Name of row kernels: that of the last, for which the others run; "none" without any."""
     kernels = [s.name for s in steps if s.task.kernel is not None]
     return kernels[-1] if kernels else "none"
 

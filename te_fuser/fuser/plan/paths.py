@@ -38,7 +38,6 @@ class Aim:
     share: float
 
     def takes(self, edge: Edge) -> float:
-        """Seconds of an edge's steps, with the host's by its share."""
         device, host = edge.takes
         return device + self.share * host
 
@@ -59,14 +58,7 @@ class Aim:
 
 @record(eq=False)
 class Way:
-    """The cheapest way through the section of some candidates.
-
-    Attributes:
-        edges: those that it takes.
-        length: theirs in ticks.
-        compared: every candidate -> what ways are compared by, in ticks: its length, with forward's share.
-        choices: what is computed again in backward, or could be.
-    """
+    """The cheapest way through a section; `compared`: ticks with forward's share, by candidate."""
 
     found: Found
     edges: tuple[Edge, ...]
@@ -85,17 +77,14 @@ class Way:
 
     @functools.cached_property
     def recomputed(self) -> frozenset[Ref]:
-        """Values that its kernels compute again."""
         return frozenset(r for e in self.edges for r in e.recomputes)
 
     @functools.cached_property
     def read(self) -> frozenset[Ref]:
-        """Tensors of forward that its steps on the chain of backward read."""
         return self._read_by(lambda step: not step.hangs)
 
     @functools.cached_property
     def read_hanging(self) -> frozenset[Ref]:
-        """Tensors of forward that its hanging steps read."""
         return self._read_by(lambda step: step.hangs)
 
     def _read_by(self, which: Callable[[Step], bool]) -> frozenset[Ref]:
@@ -110,11 +99,11 @@ def way_through(
     dropped: Set[MatchOf] = frozenset(),
     ahead: Callable[[Edge], int] | None = None,
 ) -> Way | None:
-    """The cheapest way through a section; None where there is none.
+    """The cheapest way through a section, which counts values and matches from its beginning; None where there is none.
 
     Args:
-        held: values that are kept in any case, as the section counts them.
-        dropped: fusions that are no candidates any more, as the section counts their matches.
+        held: values that are kept in any case.
+        dropped: fusions that are no candidates any more.
         ahead: ticks of forward that a candidate for backward stands for.
     """
     variants = {picked: edges for edges, picked in _picked(aim, found, held)}
@@ -166,7 +155,7 @@ def _choices(aim: Aim, best: Edge, variants: list[Edge]) -> Iterator[Choice]:
 
 
 def _shortest(start: int, end: int, lengths: Mapping[Edge, int]) -> list[Edge] | None:
-    """The edges of the shortest way from one place to another; a tie goes to the last edge that begins earlier."""
+    """The edges of the shortest way; a tie goes to the last edge that begins earlier."""
     best: dict[int, tuple[int, list[Edge]]] = {start: (0, [])}
     for edge in sorted(lengths, key=operator.attrgetter("start")):
         if edge.start in best:
@@ -178,7 +167,7 @@ def _shortest(start: int, end: int, lengths: Mapping[Edge, int]) -> list[Edge] |
 
 
 def why_not_taken(way: Way, note: str) -> Iterable[tuple[Edge, str]]:
-    """Reasons for which fusions lost: how much more the best way with each would take than the chosen one."""
+    """Reasons for which fusions lost: how much more the best way with each would take."""
     taken, section = {*way.edges}, way.found.section
     losers = [e for e in way.compared if e.fusion is not None and e not in taken]
     if not losers:
@@ -204,14 +193,9 @@ def why_not_taken(way: Way, note: str) -> Iterable[tuple[Edge, str]]:
 class Passing:
     """Ticks of forward that candidates for backward stand for, where joint fusions are among them.
 
-    Backward's cover chooses these, and forward's then has to follow. Forward is priced as if backward demanded nothing
-    of it: a candidate for backward stands for forward's way past its ops without joint fusions; a joint fusion, on top,
-    for what the whole way takes longer (or less long) through its forward. Places are counted from the section's
-    beginning.
-
-    Args:
-        free: the candidates of a forward of which backward demands nothing.
-        length: their lengths in ticks.
+    Backward's cover chooses these, and forward's has to follow. Forward is priced as if backward demanded nothing: a
+    candidate stands for forward's way past its ops without joint fusions; a joint fusion, on top, for what the whole
+    way takes longer (or less long) through its forward. Places are counted from the section's beginning.
     """
 
     def __init__(self, free: Found, length: Callable[[Edge], int]) -> None:
@@ -245,6 +229,5 @@ def _distances(edges: Iterable[tuple[int, int, int]]) -> dict[int, int]:
 
 
 def _distances_to(end: int, edges: Iterable[tuple[int, int, int]]) -> dict[int, int]:
-    """Place -> the length of the shortest way from there to `end`."""
     turned = [(end - stop, end - start, length) for start, stop, length in edges]
     return {end - place: length for place, length in _distances(turned).items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class SavedTensor(NamedTuple):
-    """A tensor kept between forward and backward, its bytes (0: in the memory of another one), and whose it is."""
+    """A tensor kept for backward, its bytes (0: in another's memory), and whose it is."""
 
     ref: Ref
     name: str
@@ -109,7 +110,6 @@ class SegmentPlan:
 
     @property
     def late(self) -> tuple[Step, ...]:
-        """The steps that run later than its backward."""
         return self.backward[len(self.backward) - self.delayed :]
 
     def steps(self, direction: str) -> tuple[Step, ...]:
@@ -117,7 +117,7 @@ class SegmentPlan:
         return self.forward if direction == "forward" else self.backward
 
     def node(self, direction: str, host: Host) -> float:
-        """Seconds that its autograd node costs the host beside its steps."""
+        """Seconds of the host for its autograd node."""
         if not self.backward:
             return 0.0
         if self.recorded:
@@ -156,7 +156,7 @@ class Plan:
     before: tuple[Step, ...] = ()
 
     def __repr__(self) -> str:
-        """A line for each of the first steps; `model.explain(x)` has them all, with what they move and take."""
+        """A line for each of the first steps; `model.explain(x)` has them all."""
         lines = [f"Plan of {len(self.graph.nodes)} ops, input {list(self.x.shape)}, on {self.device.name}"]
         for direction, steps in (("forward", self.forward), ("backward", self.backward)):
             lines += [direction, *(f"  {step}" for step in steps[:_SHOWN])] if steps else []
@@ -165,17 +165,14 @@ class Plan:
 
     @functools.cached_property
     def forward(self) -> tuple[Step, ...]:
-        """The steps of forward in running order."""
         return *self.before, *[s for segment in self.segments for s in segment.forward]
 
     @functools.cached_property
     def backward(self) -> tuple[Step, ...]:
-        """The steps of backward in running order."""
         return tuple([s for segment in reversed(self.segments) for s in segment.backward])
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """All steps, forward's first."""
         return *self.forward, *self.backward
 
     @functools.cached_property
@@ -209,7 +206,6 @@ class Plan:
 
     @property
     def x(self) -> Spec:
-        """Shape, dtype and device of the main input."""
         return self.graph.values[0].spec
 
     def kept_bytes(self, owner: str = "activation") -> int:
@@ -218,24 +214,25 @@ class Plan:
 
     def seconds(self, *directions: str) -> float:
         """Predicted time of some directions, both by default: a GPU works beside its host, a CPU is its own."""
-        return sum(map(self._seconds, directions or DIRECTIONS))
+        return math.fsum(map(self._seconds, directions or DIRECTIONS))
 
     def _seconds(self, direction: str) -> float:
         device, host = self.device_seconds(direction), self.host_seconds(direction)
         return device + host if self.device.kind == "cpu" else max(device, host)
 
     def device_seconds(self, *directions: str) -> float:
-        """Predicted time of the work in some directions, both by default; a CPU's steps have their calls beside it."""
+        """Predicted time of the device; a CPU's steps have their calls beside it."""
         calls = -1.0 if self.device.kind == "cpu" else 0.0
         parts = itertools.product(self.segments, directions or DIRECTIONS)
-        first = sum([s.seconds + calls * s.host for s in self._first(directions)])
-        return first + sum([s.seconds + calls * s.host for p, d in parts for s in p.steps(d)])
+        first = math.fsum([s.seconds + calls * s.host for s in self._first(directions)])
+        return first + math.fsum([s.seconds + calls * s.host for p, d in parts for s in p.steps(d)])
 
     def host_seconds(self, *directions: str) -> float:
         """Predicted time of the host's calls in some directions, both by default."""
         parts = itertools.product(self.segments, directions or DIRECTIONS)
-        first = sum([s.host for s in self._first(directions)])
-        return first + sum([p.node(d, self.device.host) + sum([s.host for s in p.steps(d)]) for p, d in parts])
+        first = math.fsum([s.host for s in self._first(directions)])
+        of_nodes = [p.node(d, self.device.host) + math.fsum([s.host for s in p.steps(d)]) for p, d in parts]
+        return first + math.fsum(of_nodes)
 
     def _first(self, directions: tuple[str, ...]) -> tuple[Step, ...]:
         return self.before if "forward" in (directions or DIRECTIONS) else ()
@@ -268,5 +265,4 @@ class Plan:
         return replace(self, refusals=(*self.refused(), *self.refusals), refused=tuple)
 
     def noted(self, *notes: str) -> Plan:
-        """The plan with these notes added to its own."""
         return replace(self, notes=(*self.notes, *notes)) if notes else self

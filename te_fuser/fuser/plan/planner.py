@@ -33,7 +33,7 @@ _GIVEN_BACK = 0.5
 
 @dataclass(frozen=True)
 class Keeping:
-    """Worth of what a plan keeps: `weight` passes over each kept byte; the values in `held` are kept anyway."""
+    """Worth of what a plan keeps: `weight` passes over each byte; `held` values stay anyway."""
 
     weight: float
     held: frozenset[int] = frozenset()
@@ -43,12 +43,7 @@ MakePlan = Callable[[Keeping], Plan]
 
 
 def plan_for_memory(memory: str | int, make: MakePlan, choices_of: Callable[[Keeping], Sequence[Choice]]) -> Plan:
-    """The plan for a name in LAMBDA or a budget in bytes.
-
-    Args:
-        make: plans for a given keeping.
-        choices_of: the choices of that plan, which may be known before the rest of it.
-    """
+    """The plan for a name in LAMBDA or a budget in bytes."""
     if isinstance(memory, int):
         return _within(memory, make)
     keeping = Keeping(LAMBDA[memory])
@@ -75,8 +70,7 @@ def _within(budget: int, make: MakePlan) -> Plan:
 def _given_back(choices: Iterable[Choice], room: float, alike: bool) -> frozenset[int]:
     """The values to keep of what is computed again: the dearest for their bytes, as far as there is room.
 
-    Args:
-        alike: whether equal values of several layers are all kept or none.
+    Where it is `alike`, equal values of several layers are all kept or none.
     """
     again = sorted([c for c in choices if c.recomputed], key=lambda c: (-c.seconds / max(c.bytes, 1), c.bytes, c.value))
     held: set[int] = set()
@@ -97,7 +91,7 @@ _SHARES = (0.5, 1.0, 4.0)
 
 
 def _cheapest(problem: Problem) -> tuple[Plan, Prices]:
-    """The plan whose steps cover the graph at the least price, for the memory that was asked for, and its prices."""
+    """The plan at the least price for the memory that was asked for, and its prices."""
     prices = Prices(problem)
     covering = Covering(prices)
     found = [_covered(covering)]
@@ -162,7 +156,7 @@ def add_notes(plan: Plan, prices: Prices) -> Plan:
 
 
 def _kept_whole(plan: Plan) -> list[str]:
-    """Notes on values of which each rank keeps all rows, since more reads them than what can be gathered again."""
+    """Notes on values of which each rank keeps all rows."""
     found, graph = [], plan.graph
     for kept in [k for k in plan.kept if k.ref.kind is VALUE and k.bytes]:
         node = graph.makers[kept.ref.index]
@@ -177,12 +171,9 @@ def _kept_whole(plan: Plan) -> list[str]:
 
 
 def cover(graph: Graph, options: Options, ends: frozenset[int]) -> tuple[Plan, Prices]:
-    """The plan of the covers that keep what memory allows, and its prices.
+    """The plan of the covers that keep what memory allows, and its prices; kernels end before the ops in `ends`.
 
     What ranks gather is kept as each one's part, unless memory does not count, or is more than enough.
-
-    Args:
-        ends: the ops before which kernels end.
     """
     gathers = [n for n in graph.nodes if not n.traits.is_row and n.op.gathers]  # type: ignore[attr-defined]
     if not gathers or options.memory == "fast":

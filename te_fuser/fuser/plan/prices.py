@@ -42,11 +42,7 @@ NOTHING = (0.0, 0.0)  # seconds, and those of the host
 
 
 class CostModel:
-    """Bytes, costs and predicted seconds of one problem, for one view of its sizes.
-
-    Attributes:
-        exact: whether it sees the sizes of the call, and not those of the grid; no plan depends on what it then says.
-    """
+    """Bytes, costs and predicted seconds of one problem, by sizes of the grid; by exact ones for show."""
 
     def __init__(self, problem: Problem, exact: bool = False) -> None:
         self.problem, self.exact = problem, exact
@@ -61,7 +57,6 @@ class CostModel:
     # ----------------------------------------------------------------------------------------- bytes
 
     def size(self, ref: Ref) -> int:
-        """The bytes of a tensor."""
         if ref.kind is not SAVED:
             return ref.bytes(self.graph)
         if ref not in self._saved:
@@ -79,7 +74,7 @@ class CostModel:
         return _STATISTIC * function.statistics * self.graph.values[node.input].spec.rows if function else 0
 
     def kept_bytes(self, refs: Iterable[Ref]) -> int:
-        """Bytes that these take, kept for backward, without the call's own inputs and parameters; a view takes none."""
+        """Bytes that these take beside the call's own tensors; a view takes none."""
         storages = {self.graph.stored(r) for r in refs}
         ours = (r for r in storages if r.kind.counts != "parameters" and self.graph.owner(r) == "activation")
         return sum(map(self.size, ours))
@@ -87,14 +82,13 @@ class CostModel:
     # ----------------------------------------------------------------------------------------- times
 
     def priced(self, step: Step) -> Step:
-        """The step with cost and seconds by this model."""
         if step.price is None:
             return step
         cost, seconds, host = self.takes(step.price, step.task, step.start)
         return replace(step, cost=cost, seconds=seconds, host=host)
 
     def takes(self, price: Price, task: Task, start: int) -> tuple[Cost, float, float]:
-        """Cost of a step that begins at an op, and the predicted seconds of the device and of the host."""
+        """Cost of a step, and the seconds of the device and of the host."""
         cost = self.cost(price)
         host = self._host(task, cost)
         seconds = self.seconds(cost, self.graph.nodes[start])
@@ -118,7 +112,6 @@ class CostModel:
     # ----------------------------------------------------------------------------------------- costs
 
     def seconds(self, cost: Cost, node: Node) -> float:
-        """The predicted time, in the dtype that an op gets."""
         return self.problem.options.device.seconds(cost, dtypes.name_of(self.graph.arithmetic(node)))
 
     def of_launch(self, inputs: Named, outputs: Named, flops: float) -> Cost:
@@ -127,30 +120,27 @@ class CostModel:
         return Cost(read, sum(self.size(r) for r in {r for _, r in outputs}), flops)
 
     def of_nothing(self) -> Cost:
-        """Cost without a launch, as of views."""
         return Cost(launches=0)
 
     def of_sum(self, ref: Ref, additions: int) -> Cost:
-        """Cost of adding tensors like this one `additions` times."""
         size = self.size(ref)
         return Cost(2 * size * additions, size * additions, 0.0, additions)
 
     def of_sums_over_ranks(self, refs: Iterable[Ref], ranks: int) -> Cost:
-        """Cost of tensors laid together, added up over ranks and laid apart; of none, as to wait for that, nothing."""
+        """Cost of tensors laid together, added up over ranks and laid apart."""
         size = sum(map(self.size, refs))
         if not size:
             return Cost(launches=0)
         return Cost(2 * size, 2 * size, launches=2, sent=2 * size * (ranks - 1) / ranks, ranks=ranks, beside=1.0)
 
     def of_kernel(self, kernel: KernelTask, node: Node) -> Cost:
-        """Cost of a row kernel for what an op gets."""
         if not kernel.computes:
             return Cost(launches=0)
         spec, generated = self.graph.values[node.input].spec, self.problem.options.target != "torch"
         return kernel_cost(kernel.description, spec.rows, batch_layout(spec.shape, kernel.batch_dim)[1], generated)
 
     def of_opaque(self, node: Node, inputs: Named, outputs: Named, work: float, scratch: float) -> Cost:
-        """Cost of an opaque op's own code: `work` times its products in forward, `scratch` times its scratch."""
+        """Cost of an opaque op's own code: so many times its products and its scratch."""
         assert isinstance(node.op, UnfusedOperation)
         sent = node.op.sent_bytes(self.graph.values[node.input].spec, back="dy" in dict(inputs))
         if node.op.views and not sent:
@@ -185,13 +175,12 @@ class CostModel:
         return replace(self.of_launch(inputs, outputs, flops_of(self.graph, nodes)), efficiency=efficiency)
 
     def of_fusion_by_blocks(self, by_blocks: ByBlocks, match: Match) -> Cost:
-        """Cost of a body that takes a tensor by blocks."""
         return by_blocks.cost(self._seen(match))
 
     def of_node(
         self, fusion: Fusion, match: Match, nodes: tuple[Node, ...], k: int, inputs: Named, outputs: Named
     ) -> Cost:
-        """Cost of node k of a backward fusion whose nodes run apart: as stated, else one launch with one product."""
+        """Cost of node k of a backward fusion: as stated, else one launch with one product."""
         c = _stated(fusion, self._seen(match), "backward")
         stated = c[k] if isinstance(c, tuple) else c
         work = fusion.gradients[k].work
@@ -258,7 +247,7 @@ def _stated(fusion: Fusion, match: Match, direction: str) -> Any:
 
 @functools.lru_cache(4096)
 def kernel_cost(description: KernelDescription, rows: int, samples: int, generated: bool) -> Cost:
-    """A row kernel: one pass if it is generated, one PyTorch operation for each node if it is interpreted."""
+    """A row kernel: one pass if it is generated, else one PyTorch operation a node."""
     full = [n for n in description.nodes if n.has_features and n.op not in _FREE and n.axes != Axes.FEATURE]
     size = rows * max(description.width, 1)
     operations = float(sum(FUNCTIONS[n.op].operations for n in full) * size)

@@ -78,14 +78,11 @@ def match_at(graph: Graph, options: Options, start: int, stop: int) -> Match:
     return Match(tuple(ops), x.spec, y.spec, options.target, y.needs_grad, options.capability, dy)
 
 
-def find_matches(graph: Graph, options: Options) -> tuple[list[tuple[Fusion, int, int]], list[Refusal]]:
-    """Matches of the fusions in force, and refusals, with the reason, where their conditions said no."""
-    return _find_matches(graph, options, functools.partial(match_at, graph, options))
-
-
-def _find_matches(
-    graph: Graph, options: Options, match_of: Callable[[int, int], Match]
+def find_matches(
+    graph: Graph, options: Options, match_of: Callable[[int, int], Match] | None = None
 ) -> tuple[list[tuple[Fusion, int, int]], list[Refusal]]:
+    """Matches of the fusions in force, and refusals, with the reason, where their conditions said no."""
+    match_of = match_of or functools.partial(match_at, graph, options)
     found, refusals = [], []
     ops, places = [n.op for n in graph.nodes], [n.places for n in graph.nodes]
     forms: dict[Hashable, int] = {}
@@ -119,7 +116,7 @@ def _find_matches(
 
 
 def _transposed_reads(fusion: Fusion) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Pairs (gradients, name): a fusion's backward reads `name` transposed for these gradients, for all where ()."""
+    """Pairs (gradients, name): `name` is read transposed for these gradients, for all where ()."""
     if not fusion.has_backward:
         return
     always: tuple[str, ...] = ()
@@ -176,12 +173,8 @@ def _fits(
 class Problem:
     """One graph with what does not change while it is planned.
 
-    Args:
-        borders: the ops before which kernels end.
-
-    Attributes:
-        graph: the graph with the sizes that everything but conditions sees: rounded up to the grid.
-        asked: the graph as it was given, whose sizes may note what is asked of them.
+    `graph` has sizes rounded up to the grid, for all but conditions; those of `asked`, as it was given, may note what
+    is asked of them. Kernels end before the ops in `borders`.
     """
 
     def __init__(self, graph: Graph, options: Options, borders: frozenset[int] = frozenset()) -> None:
@@ -189,7 +182,7 @@ class Problem:
         self.nodes = graph.nodes
         self._seen: dict[tuple[int, int], Match] = {}
         self._recomputable: dict[tuple[int, int], tuple[Ref, ...]] = {}
-        self.matches, self.conditions = self._within_borders(*_find_matches(graph, options, self.match))
+        self.matches, self.conditions = self._within_borders(*find_matches(graph, options, self.match))
         self.preferred = {
             (fusion.name, *fusion.covers("backward" if fusion.has_backward else "forward", start, stop))
             for fusion, start, stop in (self.matches if options.tuned else ())
@@ -241,21 +234,19 @@ class Problem:
         return found
 
     def stretch_of(self, node: int) -> DerivedStretch:
-        """The stretch that a row op lies in; made where kernels are asked of it."""
         start, stop = self.stretches[bisect.bisect_right(self.stretches, node, key=operator.itemgetter(0)) - 1]
         if start not in self._derived:
             self._derived[start] = DerivedStretch(self.graph, start, stop)
         return self._derived[start]
 
     def match(self, start: int, stop: int) -> Match:
-        """Match of the ops start..stop-1, as a fusion's condition and cost see it."""
         if (start, stop) not in self._seen:
             self._seen[start, stop] = match_at(self.asked, self.options, start, stop)
         return self._seen[start, stop]
 
     @functools.cached_property
     def saving(self) -> dict[Ref, tuple[Fusion, tuple[int, int], str]]:
-        """Tensor that a joint fusion saves for its own backward -> the fusion, its match, and its name for it."""
+        """Tensor that a joint fusion saves -> the fusion, its match, and its name for it."""
         found: dict[Ref, tuple[Fusion, tuple[int, int], str]] = {}
         for fusion, start, stop in self.matches:
             first, _ = fusion.covers("forward", start, stop)
@@ -265,12 +256,11 @@ class Problem:
 
     @functools.cached_property
     def last_readers(self) -> dict[Ref, int]:
-        """The last op that reads a value in a form."""
         return {self.graph.ref(v): n.index for n in self.nodes for v in (n.input, *n.named_in.values())}
 
     @functools.cached_property
     def forms_read(self) -> dict[int, frozenset[tuple[Form, bool]]]:
-        """Value that others are under another name -> their forms, and whether somebody reads one in that form."""
+        """Value that others are under another name -> their forms, and whether each is read."""
         found: dict[int, set[tuple[Form, bool]]] = {}
         read = self.graph.results.union([v for n in self.nodes for v in (n.input, *n.named_in.values())])
         for v in self.graph.values:
@@ -314,7 +304,7 @@ class Problem:
         return found
 
     def _gathered_again(self) -> frozenset[Ref]:
-        """Gathered values that only hanging nodes read, by rows; the gathers' inputs then count as read by these."""
+        """Gathered values that only hanging nodes read; the gathers' inputs then count as such."""
         found: set[Ref] = set()
         for node in reversed(self.nodes):
             ref, taken = self.graph.ref(node.output), self.graph.first(node.input)
@@ -360,7 +350,7 @@ class Problem:
     # ----------------------------------------------------------------------------------------- refs
 
     def read_ref(self, node: Node, name: str) -> Ref | None:
-        """Ref of what an op calls `name` when it reads: a value, a parameter, what it emitted; None for other names."""
+        """Ref of what an op calls `name` when it reads; None for other names."""
         values = {"input": node.input, "output": node.output, **node.named_in}
         values |= zip(node.op.named_outputs(), node.named_out, strict=True)
         if name in values:
@@ -372,11 +362,7 @@ class Problem:
         return None
 
     def in_match(self, fusion: Fusion, nodes: tuple[Node, ...], name: str) -> Ref:
-        """Ref of what a fusion calls `name` where it covers these ops, in the form that the name ends with, if any.
-
-        Raises:
-            ValueError: when it is nothing there.
-        """
+        """Ref of what a fusion calls `name` (with a form, if any) where it covers these ops."""
         plain, form = form_named(name)
         ref = self._named_in_match(nodes, plain)
         if ref is not None and form is not None:
@@ -390,7 +376,7 @@ class Problem:
         return ref
 
     def read_in_match(self, fusion: Fusion, nodes: tuple[Node, ...]) -> tuple[str, ...]:
-        """The names that a fusion's backward reads here: one that ends with "?" only where there is such a tensor."""
+        """The names that a fusion's backward reads here, of those with "?" what is there."""
         named = ((name, name.removesuffix("?")) for name in fusion.reads)
         return tuple([n for name, n in named if n == name or self._named_in_match(nodes, n) is not None])
 
@@ -409,7 +395,7 @@ class Problem:
         return self.read_ref(node, what) or next((gradient_ref(v) for own, v in values if what == f"d_{own}"), None)
 
     def inner_gradients(self, fusion: Fusion, nodes: tuple[Node, ...]) -> dict[str, Ref]:
-        """The gradients of values inside that a node of a backward fusion makes, for its other nodes to read."""
+        """The gradients inside that one node of a backward fusion makes for others."""
         names = dict.fromkeys(name for gradient in fusion.gradients for name in gradient.produces)
         found = {name: self._named_in_match(nodes, name) for name in names}
         return {name: ref for name, ref in found.items() if ref is not None and ref.kind is GRADIENT}
@@ -429,8 +415,7 @@ class Problem:
     def why_not_there(self, fusion: Fusion, nodes: tuple[Node, ...], names: Iterable[str], stored: bool) -> str | None:
         """Reason for which a fusion cannot read one of these names, say for want of its form or gradient; else None.
 
-        Args:
-            stored: whether only what others read is there, as in forward; backward is given what it asks for.
+        In forward only what others read, and so is `stored`, is there; backward is given what it asks for.
         """
         for name in (n for n in names if n not in ("dy", *fusion.saves)):
             ref = self.in_match(fusion, nodes, name)
@@ -454,16 +439,13 @@ class Problem:
         return why_not_transposed(spec.features)
 
     def emitted(self, fusion: Fusion, nodes: tuple[Node, ...]) -> dict[str, Ref]:
-        """Tensors that a fusion can give beside its output, as far as the ops that its forward covers have them."""
         there = (name for name in fusion.emits if int(name.partition(".")[0]) < len(nodes))
         return {name: self.in_match(fusion, nodes, name) for name in there}
 
     def parameter_ref(self, node: Node, name: str) -> Ref:
-        """A parameter of an op, in the dtype that it runs in."""
         return parameter_ref(node.parameters[name], node.casts.get(name))
 
     def gradient_target(self, node: Node, name: str) -> Ref:
-        """The gradient of what an op calls `name`."""
         if name == "input":
             return gradient_ref(node.input)
         if name in node.parameters:

@@ -25,7 +25,6 @@ class Leaf:
     parameter: int | None = None
 
     def tensor(self) -> tuple[Axes, int, str]:
-        """Its extent, its width and its dtype, as descriptions have them."""
         return self.axes, self.width, self.dtype
 
 
@@ -43,7 +42,6 @@ class Range:
     leaves: dict[str, Leaf]
 
     def of(self, e: Expr) -> Expr:
-        """Expression that stands in this range for a canonical one."""
         return self.mapping[id(e)]
 
     def alias(self, e: Expr, dtype: str) -> Ref | None:
@@ -69,7 +67,7 @@ class Gives:
         self.raised: list[Ref] = []
 
     def raise_by(self, name: str, e: Expr, width: int, slot: Ref) -> None:
-        """Raise a number to the largest magnitude of `e`, which is given for each row and `width` features."""
+        """Raise a number to the largest magnitude of `e`, of so many features."""
         self.maxima.append(Target(name, e, Axes.FULL, width, "float32"))
         self.raised.append(slot)
 
@@ -93,7 +91,6 @@ class Gives:
         self.outputs.append(output)
 
     def nothing(self) -> bool:
-        """True where no kernel is needed."""
         return not (self.targets or self.sums or self.aliases or self.maxima)
 
 

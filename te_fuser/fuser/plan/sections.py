@@ -1,8 +1,7 @@
 """Sections: runs of ops that no candidate leaves. Covers are found in each by itself, and once for all that are alike.
 
-Two sections are alike where everything that a candidate, its price and its reasons depend on is equal, counted from
-the section's beginning. Conditions of fusions may ask more than that: those that may have seen a parameter are asked in
-every place.
+Everything that a candidate, its price and its reasons depend on is equal in these. Conditions of fusions may ask more:
+those that may have seen a parameter are asked in every place.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ class Section:
     _like: dict[Section, _Moved] = field(default_factory=dict, init=False)
 
     def has(self, node: int) -> bool:
-        """True where an op is in it."""
         return self.start <= node < self.stop
 
     def of_values(self, values: Set[int]) -> frozenset[int]:
@@ -54,15 +52,10 @@ class Section:
         return frozenset([k for k, v in enumerate(self.values) if v in values]) if values else frozenset()
 
     def of_nodes(self, nodes: Set[int]) -> frozenset[int]:
-        """Ops of `nodes` that are in the section, counted from its beginning."""
         return frozenset([k - self.start for k in range(self.start, self.stop) if k in nodes])
 
     def of_refs(self, of_values: Mapping[int, list[Ref]], of_nodes: Mapping[int, list[Ref]]) -> frozenset[Hashable]:
-        """Keys of the given refs that the section knows, equal for sections where they are alike.
-
-        Args:
-            of_values, of_nodes: by the index, those that count values, and those that count ops.
-        """
+        """Keys of the given refs that the section knows, equal for sections where they are alike."""
         found = [(k, v, of_values[v]) for k, v in enumerate(self.values) if v in of_values]
         found += [(n - self.start, n, of_nodes[n]) for n in range(self.start, self.stop) if n in of_nodes]
         return frozenset([(k, r.kind, r.form, r.name, r.term) for k, _, refs in found for r in refs])
@@ -185,7 +178,7 @@ def _node_key(node: Node, numbers: Mapping[int, int], parameters: Mapping[int, i
 
 
 def _value_key(graph: Graph, value: int, start: int, stop: int, numbers: Mapping[int, int]) -> Hashable:
-    """Key of a value: where it is made and read, and what it is related to, by numbers within its section."""
+    """Key of a value, by numbers within its section."""
     producer, readers = graph.makers[value], graph.readers[value]
     made = producer is not None and (start <= producer < stop, graph.nodes[producer].traits.is_row)
     related = tuple(map(numbers.get, graph.related[value]))

@@ -69,7 +69,6 @@ def finish(prices: Prices, covers: Covers) -> Plan:
 
 
 def _segments(prices: Prices, covers: Covers) -> tuple[SegmentPlan, ...]:
-    """The segments of these covers."""
     forward = [s for p in covers.forward for e in p.moved(prices) for s in e.steps]
     backward = in_running_order([e for p in covers.backward for e in p.moved(prices)])
     if prices.problem.gathered_again:
@@ -83,7 +82,7 @@ def _segments(prices: Prices, covers: Covers) -> tuple[SegmentPlan, ...]:
 
 
 def _segment(prices: Prices, part: tuple[int, int], steps: list[list[Step]]) -> SegmentPlan:
-    """The segment of a range of ops, with its own casts and sums; autograd adds up gradients from several segments."""
+    """The segment of a range of ops, with its own casts and sums."""
     graph = prices.graph
     values_in, values_out = _crossing(graph, *part)
     given = {r for s in steps[1] for _, r in s.outputs}
@@ -141,11 +140,8 @@ def _crossing(graph: Graph, start: int, stop: int) -> tuple[tuple[int, ...], tup
 def borders(graph: Graph) -> frozenset[int]:
     """The ops before which kernels end although one could go on, so that a segment may end there, too.
 
-    A product of 8 bits takes them from the kernel before it and hands them to the one behind it, forward as backward,
-    and no segment ends between these. So a list of such products would be one segment, and engines that sum gradients
-    among ranks as they come would begin when all are there. Where there are ranks, kernels end at values that both a
-    branch and what it is added to read, which are stored in any case: once for so many bytes of gradients as make a
-    segment. There are none where no gradient comes in 8 bits.
+    Around products of 8 bits no segment could end, and engines would sum gradients among ranks when all are there. So
+    kernels end, once for so many gradients as make a segment, at values that a branch begins with: docs/lab/covers.md.
     """
     if not any(v.gradient in FLOAT8.values() for v in graph.values):
         return frozenset()
@@ -161,7 +157,7 @@ def borders(graph: Graph) -> frozenset[int]:
 
 
 def _places(graph: Graph) -> set[int]:
-    """The ops before which one value alone passes: just made by a row op, read by several, as wide as its gradient."""
+    """The ops before which one value alone passes, made by a row op and read by several."""
     readers: dict[int, set[int]] = {}
     for v in graph.values:
         readers.setdefault(graph.roots[v.index], set()).update(graph.readers[v.index])
@@ -192,10 +188,8 @@ def segments(prices: Prices, covers: Covers) -> tuple[tuple[int, int], ...]:
 def _cut(prices: Prices, covers: Covers) -> tuple[tuple[int, int], ...]:
     """Cut beside a product, or at a border, where both covers end a step, when parameter gradients pass SEGMENT_BYTES.
 
-    Where ranks exchange what a product gives, the cut is before that: so in backward the exchange of its gradient is in
-    a segment with products whose gradients run beside it. An end of the list with next to none, as the bias behind the
-    last product, is part of the segment before it. So is what takes so little time that the autograd node of a segment
-    would count.
+    Where ranks exchange what a product gives, the cut is before that, so that in backward products run beside it. An
+    end with next to no gradients, or too short to be worth an autograd node, is part of the segment before it.
     """
     problem = prices.problem
     graph, least = prices.graph, WORTH_A_NODE * sum(problem.options.device.host.node)
@@ -246,7 +240,7 @@ def _beside_exchanges(problem: Problem, ends: set[int]) -> set[int]:
 
 
 def _bound(prices: Prices, covers: Covers) -> set[int]:
-    """Ops before which no segment may begin: between what computes or saves a value for backward and what reads it."""
+    """Ops before which no segment may begin."""
     graph = prices.graph
     found = set(held_together(prices, covers))
     # A gradient in another dtype than its value's would come out of autograd in the value's.

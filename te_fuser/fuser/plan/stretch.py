@@ -72,7 +72,6 @@ class Stretch:
             self.env |= self._trace_node(node, role)
 
     def _trace_node(self, node: Node, role: str) -> dict[int, Expr]:
-        """The expression of each value that an op makes."""
         op = node.op
         assert isinstance(op, RowOp)
         arguments = [self._argument(node, role, name) for name in op.arguments()]
@@ -188,13 +187,9 @@ class Stretch:
         transposed: Iterable[int] = (),
         measuring: bool = False,
     ) -> KernelTask | None:
-        """The kernel that makes the given values and statistics; None when they are all there already.
+        """The kernel that makes the given values and statistics (by digest); None when they are all there already.
 
-        Args:
-            stores: values to store.
-            statistics: digests of canonical expressions to store per row.
-            transposed: values to store transposed.
-            measuring: whether it is the pass before that one, which raises numbers that scales follow from.
+        `measuring`: the pass before that one, which raises numbers that scales follow from.
         """
         cut = self._cut(start)
         gives = Gives(cut)
@@ -218,7 +213,6 @@ class Stretch:
         return name, e, KernelOutput(ref, Axes.FULL, spec.features, dtypes.name_of(spec.dtype))
 
     def statistic(self, digest: str) -> Expr:
-        """The canonical expression with this digest."""
         return self._made[digest][1]
 
     def first_made(self, digest: str) -> int:
@@ -257,9 +251,6 @@ class Stretch:
             silent: ops whose per-row statistics forward cannot give.
             transposed: what to store transposed: gradients beside their rows, values to compute again in their place.
             measuring: whether it is the pass before that one, which raises numbers that scales follow from.
-
-        Raises:
-            NotOneKernel: when it does not fit one kernel.
         """
         if (start, stop) not in self._differentiated:
             self._differentiated[start, stop] = self._differentiate(start, stop)
@@ -301,7 +292,7 @@ class Stretch:
     def _raised_by(
         self, start: int, stop: int, wanted: _Wanted, adjoints: list[Expr], measuring: bool
     ) -> list[_Raised]:
-        """Numbers that backward raises by the gradients that come to ops, each with the expression that raises it."""
+        """Numbers that backward raises by gradients of ops, with the expressions."""
         given = {output.ref: e for (_, output), e in zip(wanted.values(), adjoints, strict=True)}
         found = []
         for node in self.graph.nodes[start:stop]:
@@ -382,7 +373,7 @@ class Stretch:
     def _reduce(
         self, roots: list[Expr], cut: Range, readable: dict[str, int], silent: frozenset[int]
     ) -> tuple[list[Expr], Range]:
-        """Replace what exists already: stored values, and per-row statistics that forward computed on its way."""
+        """Replace what exists already: stored values, and statistics of forward."""
         leaves = dict(cut.leaves)
         statistics: dict[str, str] = {}
 
@@ -422,11 +413,7 @@ class Stretch:
         return KernelTask(description, inputs, outputs, streams, batch_dim, aliases, lead, raised, share)
 
     def _shared(self, drawing: Sequence[Node]) -> tuple[Share | None, list[Shared]]:
-        """Share of this rank in what ops draw for, and how ranks share it for each op; (None, []) where it is whole.
-
-        Raises:
-            NotOneKernel: when ranks share what these ops draw for in different ways.
-        """
+        """Share of this rank in draws, and how ranks share them by op; (None, []): whole."""
         shares = [n.draw.share for n in drawing if n.draw.share is not None]
         if not shares:
             return None, []

@@ -34,7 +34,7 @@ def place_of(fusion: Fusion, match: Match) -> str:
 
 
 def list_key(graph: Graph, memory: str | int, kernels: str) -> str:
-    """A digest of what measured choices depend on: ops, sizes, dtypes, rows on the grid, needed gradients."""
+    """A digest of what measured choices depend on."""
     graph = graph.rounded()
     rows = math.prod(map(on_grid, graph.values[0].spec.shape[:-1]))
     described: list[Any] = [TunedChoices.form, memory, kernels, rows.bit_length()]
@@ -59,11 +59,7 @@ class TunedChoices(EntryFile):
         return dict(places) if isinstance(places, dict) and set(places.values()) <= {ON, OFF} else {}
 
     def put(self, key: str, choices: Choices, ratio: float) -> None:
-        """Keep the choices for a list of ops, and by how much they are faster; what others wrote stays.
-
-        Raises:
-            OSError: when the file cannot be written.
-        """
+        """Keep the choices for a list of ops, and by how much they are faster; what others wrote stays."""
         found = {"places": dict(choices), "ratio": ratio}
         self.change(lambda entries: entries.update({key: found}))
 
@@ -86,7 +82,6 @@ def device_name(device: torch.device) -> str:
 
 
 def store_for(device_name: str) -> TunedChoices:
-    """The store of a device, in the cache folder as it is set now."""
     return TunedChoices.of(device_name)
 
 

@@ -44,7 +44,7 @@ _NOBODY_LOOKS = (
 
 
 class Call(NamedTuple):
-    """Arguments of a call, the list that it runs, and the parameters of the ops in the order of the graph's."""
+    """Arguments of a call, its list, and parameters in the order of the graph's."""
 
     x: torch.Tensor
     inputs: Mapping[str, torch.Tensor]
@@ -54,7 +54,6 @@ class Call(NamedTuple):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All tensors of the call: x, the named inputs and the parameters."""
         return (self.x, *self.inputs.values(), *self.parameters)
 
     def signature(self, modes: CallModes) -> tuple[tuple[torch.Size, ...], Hashable]:
@@ -100,16 +99,9 @@ class CallModes(NamedTuple):
 
 
 class OpSequence:
-    """The ops of a Fuser, lowered for calls in one context.
+    """The ops of a Fuser, lowered for calls in one context, while guards that they come from those given hold.
 
-    Args:
-        number: its own among the lists of that Fuser.
-        given: guards: while they hold, the ops that were given come to these.
-        listed: the ops.
-        around: what surrounds calls of them.
-
-    Attributes:
-        ready: of the last call that was not known to be like the one before.
+    `ready` is the list of the last call that was not known to be like the one before.
     """
 
     def __init__(self, number: int, given: Facts, listed: Sequence[ListedOp], around: Keys = ()) -> None:
@@ -125,17 +117,14 @@ class OpSequence:
 
     @functools.cached_property
     def groups(self) -> tuple[Group, ...]:
-        """The ranks that share some of them."""
         return groups_of(self.listed)
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters as they are now; what is computed is computed anew."""
         if self.computed:
             return self.bound.get()
         return [parameters[name] for parameters, name in self.slots]  # type: ignore[misc]
 
     def training(self) -> tuple[bool, ...]:
-        """Training mode of each op as it is now."""
         return _native.attributes(self.lowered, "training")
 
     def modes(self, kind: str, outputs: tuple[str, ...]) -> CallModes:
@@ -153,7 +142,7 @@ class OpSequence:
         )
 
     def facts(self, modes: CallModes, kind: str) -> Facts:
-        """Facts that hold while calls on a kind of device are in these modes, and nobody traces or profiles them."""
+        """Facts that hold while calls are in these modes, and nobody traces or profiles them."""
         any_autocast = _C._is_any_autocast_enabled()
         autocast = (functools.partial(autocast_of, kind), modes.autocast) if any_autocast else _NO_AUTOCAST
         now = Facts(
@@ -179,9 +168,8 @@ class OpSequence:
 class OpSequences:
     """The list of a Fuser for each call context, made anew where one of its ops is not as it was.
 
-    Args:
-        given: ops, or ListedOps: who gives these has lowered them, and makes a new Fuser when one changes.
-        holding: guards beside those of the ops.
+    Who gives ListedOps in place of ops has lowered them, and makes a new Fuser when one changes. `holding` are guards
+    beside those of the ops.
     """
 
     def __init__(self, given: Sequence[FusableOperation | ListedOp], holding: Facts) -> None:
@@ -239,7 +227,7 @@ class GuardedCall(NamedTuple):
 
     @classmethod
     def of(cls, call: Call, modes: CallModes, facts: Facts, executable: Executable) -> GuardedCall | None:
-        """Guards of a call in these modes, of which `facts` hold; None where it computes parameters itself."""
+        """Guards of a call in these modes; None where it computes parameters itself."""
         ops = call.ops
         if ops.computed and not all(name in place for place, name in ops.slots):
             return None
@@ -257,7 +245,7 @@ class GuardedCall(NamedTuple):
 
 
 def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The named inputs of a call; None counts as not given; TypeError when one is not a plain, dense tensor."""
+    """The named inputs of a call, plain and dense; None counts as not given."""
     found = {name: t if type(t) in PLAIN else waited(t) for name, t in inputs.items() if t is not None}
     for name, t in found.items():
         if type(t) not in PLAIN and not stands_in(t):
@@ -270,7 +258,7 @@ def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _remedy(t: torch.Tensor) -> str | None:
-    """Method that makes a dense tensor of one whose memory does not hold its numbers as such; None where it does."""
+    """Method that makes a dense tensor of one whose memory has other numbers, if so."""
     if t.is_nested:
         return ".to_padded_tensor()"
     if t.layout != torch.strided:
@@ -288,12 +276,7 @@ def check_tensor(x: Any, where: str = "") -> None:
 
 
 def check_input(x: Any, planning: bool = False) -> None:
-    """Check the main input of a call; one without values is enough for planning.
-
-    Raises:
-        TypeError: when x is not a plain tensor.
-        ValueError: when x has no feature dimension.
-    """
+    """Check the main input of a call; one without values is enough for planning."""
     check_tensor(x)
     if type(x) not in PLAIN and not stands_in(x):
         raise TypeError(
@@ -338,7 +321,7 @@ def refuse_tracers() -> None:
 
 
 def refuse_proxy(x: Any) -> None:
-    """Refuse what torch.fx.symbolic_trace hands in, before the model is looked at; TypeError saying what to do."""
+    """Refuse what torch.fx.symbolic_trace hands in, before the model is looked at."""
     if isinstance(x, torch.fx.Proxy):
         raise TypeError(
             "te_fuser does not run under torch.fx.symbolic_trace, whose proxies have no shape to plan for; make the "
@@ -347,7 +330,7 @@ def refuse_proxy(x: Any) -> None:
 
 
 def refuse_tangents(tensors: Iterable[torch.Tensor]) -> None:
-    """Refuse a call with a tensor that has a tangent, in a dual level; TypeError saying what to do instead."""
+    """Refuse a call with a tensor that has a tangent, in a dual level."""
     if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise TypeError(
             "te_fuser has no forward-mode derivatives, and the result would have no tangent; differentiate "
@@ -356,5 +339,4 @@ def refuse_tangents(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def in_dual_level() -> bool:
-    """True where tensors may have tangents now."""
     return forward_ad._current_level >= 0

@@ -1,7 +1,6 @@
 """Gradients of weights that a backward left for later; `backward_dw` computes them.
 
-They wait at their parameters, in the order of the backwards that left them. So a schedule of pipelines has what other
-stages wait for first, and fills its gaps with these.
+They wait at their parameters, in the order of the backwards: a pipeline's schedule fills its gaps with them.
 """
 
 from __future__ import annotations
@@ -39,10 +38,8 @@ def at_once() -> Iterator[None]:
 def handed_in(tensors: Sequence[torch.Tensor], places: Sequence[int]) -> Sequence[torch.Tensor]:
     """Tensors for autograd to see: at `places`, leaves that stand for weights whose gradients may come later.
 
-    With the weights themselves, backward would run their hooks without a gradient.
-
-    Raises:
-        RuntimeError: for one that is no parameter, where nobody would ask for its gradient.
+    With the weights themselves, backward would run their hooks without a gradient. One that is no parameter is refused:
+    nobody would ask for its gradient.
     """
     if _at_once.get() or not torch.is_grad_enabled():
         return tensors
@@ -73,7 +70,7 @@ def themselves(
 
 
 class _Queue(deque["Waiting"]):
-    """Queue of what waits at a parameter; a pickle has an empty set in its place, which loads without running code."""
+    """Queue of what waits at a parameter; pickles have an empty set, which runs no code, instead."""
 
     def __reduce__(self) -> Any:
         return set, ()
@@ -86,11 +83,7 @@ class _Queue(deque["Waiting"]):
 
 
 class Waiting:
-    """Weight gradients that one backward has left of a segment; made once, on the stream of that backward.
-
-    Attributes:
-        ended: True where that backward has come to its end.
-    """
+    """Weight gradients that one backward has left of a segment; made once, on its stream."""
 
     def __init__(self, weights: Sequence[torch.Tensor], gradients: Gradients) -> None:
         self.backward = torch._C._current_graph_task_id()

@@ -34,11 +34,7 @@ _PLACES = {"cuda": "GPU", "cpu": "CPU"}  # where kernels might have been generat
 
 
 def target_for(device: torch.device, dtype: torch.dtype, kernels: str, fallback: str = "warn") -> str:
-    """Target that runs row kernels: "cpp" or "cuda" (generated), or "torch" (PyTorch operations, one for each node).
-
-    Raises:
-        RuntimeError: when generated kernels are demanded and cannot be had.
-    """
+    """Target that runs row kernels: "cpp" or "cuda" (generated), or "torch" (operations)."""
     if kernels == "reference":
         return "torch"
     why = obstacle(device, dtype)
@@ -66,18 +62,14 @@ def _asked_for(what: str, why: str) -> str:
 
 
 def target_on_gpu(dtype: torch.dtype, kernels: str) -> str:
-    """Target by which a GPU that is not at hand would run row kernels.
-
-    Raises:
-        RuntimeError: when generated kernels are demanded for a dtype that has none.
-    """
+    """Target by which a GPU that is not at hand would run row kernels."""
     if kernels == "generated" and dtype not in dtypes.GENERATED:
         raise RuntimeError(_asked_for("generated kernels", f"{dtype} runs the reference"))
     return "cuda" if kernels != "reference" and dtype in dtypes.GENERATED else "torch"
 
 
 def missing_notes(target: str, device: torch.device, dtype: torch.dtype) -> Iterator[str]:
-    """Notes on what a plan for a device at hand has to do without, where its kernels might have been generated."""
+    """Notes on generated kernels that a plan for a device at hand does without."""
     if target == "torch":
         why = obstacle(device, dtype)
         if why is not None:
@@ -89,7 +81,7 @@ def missing_notes(target: str, device: torch.device, dtype: torch.dtype) -> Iter
 
 
 def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Reason for which generated kernels cannot run on a device at hand, and what to do; None where they can."""
+    """Reason, if any, for which generated kernels cannot run on a device at hand."""
     if dtype not in dtypes.GENERATED:
         return f"{dtype} runs the reference"
     if device.type == "cuda":
@@ -127,7 +119,6 @@ def _cuda_obstacle(index: int) -> str | None:
 
 @functools.cache
 def _warn_once(what: str, why: str) -> None:
-    """Warn of what runs otherwise than it was to."""
     warnings.warn(
         f"te_fuser runs {what}, because {why}. "
         "print(model.explain(x)) shows the plan; fallback='error' makes this an error.",
@@ -164,17 +155,18 @@ class Executable:
     lying: tuple[int, ...] = ()
 
     def first(self, promised: Graph) -> Executable:
-        """Copy for the call that it was made for, whose graph is `promised`: what its steps make is looked at."""
+        """Copy for the first call, which holds what its steps make against `promised`."""
         return replace(self, segments=tuple(replace(s, promised=promised) for s in self.segments), function=None)
 
     @functools.cached_property
     def alone(self) -> Segment | None:
-        """The only segment, where it takes the input and all parameters as they come, and gives the result alone."""
+        """The only segment, if it is the whole call and gives the result alone."""
         if len(self.segments) != 1 or self.extras:
             return None
         (segment,) = self.segments
         everything = tuple(range(len(self.plan.graph.parameters)))
-        fits = segment.values_in == (0,) and segment.values_out == (self.result,) and segment.parameters == everything
+        plan = segment.plan
+        fits = plan.values_in == (0,) and plan.values_out == (self.result,) and plan.parameters == everything
         return segment if fits else None
 
 
@@ -185,10 +177,9 @@ def load(
     instead: Mapping[str, KernelFunction] | None = None,
     wrap: Wrapper | None = None,
 ) -> Executable:
-    """A plan made ready to run.
+    """A plan made ready to run; extra outputs are returned in the order of their names.
 
     Args:
-        outputs: names of the extra outputs, in the order in which they are returned.
         instead: description key -> another kernel for it.
         wrap: what runs in each step's place.
     """
@@ -235,7 +226,7 @@ def _function_of(prepared: Executable) -> Callable[..., torch.Tensor] | None:
 
 
 def runs_alike(first: Plan, second: Plan) -> bool:
-    """True where two plans of one list in the same modes run the same calls on the same tensors, of whatever sizes."""
+    """True where two plans of one list run the same calls, of whatever sizes."""
     return _as_run(first) == _as_run(second)
 
 
@@ -247,7 +238,7 @@ def _as_run(plan: Plan) -> tuple[Any, ...]:
 
 
 def measured_schedules(plan: Plan) -> tuple[Any, ...]:
-    """The measured schedules that the kernels of a plan run by: of all that a plan runs, they alone go by rows."""
+    """The measured schedules of the kernels: of a plan, these alone go by rows."""
     if plan.target != "cuda" or plan.x.device.type != "cuda":
         return ()
     from te_fuser.codegen import cuda_loader
@@ -286,11 +277,7 @@ def load_kernels(
 def execute(
     prepared: Executable, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], parameters: Sequence[torch.Tensor]
 ) -> Any:
-    """Run a prepared plan.
-
-    Args:
-        parameters: those of the plan's graph, in its order.
-    """
+    """Run a prepared plan; parameters in the order of its graph."""
     if not prepared.autocast:
         return _execute(prepared, x, inputs, parameters)
     # The plan has the casts; what runs inside must not cast again.
@@ -310,11 +297,11 @@ def _execute(
     for name, index in prepared.named:
         values[index] = inputs[name]
     for segment in prepared.segments:
-        tensors = [values[v] for v in segment.values_in]
-        tensors += [parameters[p] for p in segment.parameters]
+        tensors = [values[v] for v in segment.plan.values_in]
+        tensors += [parameters[p] for p in segment.plan.parameters]
         for v in segment.last_read:
             del values[v]
-        values.update(zip(segment.values_out, _run(segment, tensors, seed), strict=True))
+        values.update(zip(segment.plan.values_out, _run(segment, tensors, seed), strict=True))
     made = [values[v] for v in (prepared.result, *prepared.extras)]
     if not prepared.segments:
         made = [t.view_as(t) for t in made]
@@ -322,7 +309,7 @@ def _execute(
 
 
 def _with_made(program: Program, parameters: Sequence[torch.Tensor], lying: Sequence[int]) -> Sequence[torch.Tensor]:
-    """The parameters with what is made of others; of DTensors it is made of this rank's part, and they stay."""
+    """The parameters with what is made of others; DTensors stay themselves."""
     slots = program.slots(parameters)
     for k in lying:
         slots[k] = own_part(slots[k])
@@ -339,7 +326,7 @@ def _run(segment: Segment, tensors: list[torch.Tensor], seed: torch.Tensor | Non
         late = segment.backward.late
         shown = tensors if late is None else handed_in(tensors, late.weights)
         return _apply(segment, *shown)  # type: ignore[no-any-return]
-    given = tensors[: len(segment.values_in)]
+    given = tensors[: len(segment.plan.values_in)]
     if segment.unrecorded:
         with torch.no_grad():
             return segment.results(segment.run_forward(tensors), given)
@@ -347,10 +334,7 @@ def _run(segment: Segment, tensors: list[torch.Tensor], seed: torch.Tensor | Non
 
 
 def unhooked(t: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor as a leaf without hooks, for runs that only measure.
-
-    One that has a main_grad is known by itself, and stays.
-    """
+    """The memory of a tensor as a leaf without hooks, for measuring; one with a main_grad stays."""
     return t if has_main_grad(t) else t.detach().requires_grad_(t.requires_grad)
 
 

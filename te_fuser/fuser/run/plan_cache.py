@@ -1,9 +1,8 @@
 """Cache of plans by call key, with what a shape has to answer to run by one; and calls that ranks run alike.
 
-Both drop what was used longest ago. Locks are held for looking up alone: nobody waits for a plan that another thread
-makes. A collective that one rank runs and another does not, or on a tensor of another size, waits for ever or gives
-wrong numbers. So before a plan first runs, or on sizes that it has not run on, the ranks of each group compare it: all
-go on, or all raise. Later calls of such sizes compare nothing, until their generator has another seed.
+Locks are held for looking up alone: nobody waits for a plan that another thread makes. A collective that ranks run
+differently hangs or gives wrong numbers: before a plan first runs, or on sizes or a seed that are new to it, the ranks
+of each group compare it, and all go on, or all raise.
 """
 
 from __future__ import annotations
@@ -40,11 +39,7 @@ Shapes = tuple[tuple[int, ...], ...]  # of the input, and of the named ones by t
 
 
 class LRU(Generic[Item]):
-    """Cache by key of the items that were used last.
-
-    Args:
-        most: says how many are kept; asked at each `put`, the last one stays in any case.
-    """
+    """Cache by key of the items that were used last, at `most()` of them and the last one in any case."""
 
     def __init__(self, most: Callable[[], int]) -> None:
         self._most = most
@@ -59,7 +54,7 @@ class LRU(Generic[Item]):
             return found
 
     def put(self, key: Hashable, item: Item) -> Item:
-        """Keep an item, unless one is kept by that key: that is given then. What was used longest ago is dropped."""
+        """Keep an item, or give the one kept by that key; the oldest is dropped."""
         with _caching:
             found = self._items.setdefault(key, item)
             self._items.move_to_end(key)
@@ -68,18 +63,15 @@ class LRU(Generic[Item]):
             return found
 
     def replace(self, key: Hashable, item: Item) -> None:
-        """Keep an item in the place of one that is kept by that key."""
         with _caching:
             self._items.pop(key, None)
         self.put(key, item)
 
     def items(self) -> list[tuple[Any, Item]]:
-        """Items with their keys, the one that was used last first."""
         with _caching:
             return list(reversed(self._items.items()))
 
     def clear(self) -> None:
-        """Keep nothing."""
         with _caching:
             self._items.clear()
 
@@ -95,13 +87,10 @@ class CacheEntry:
 
 @dataclass(frozen=True)
 class KeptPlan:
-    """A plan that a model keeps.
+    """A plan that a model keeps; sizes are those of the grid for the first shape that it was made for.
 
-    Attributes:
-        plan: what runs; its sizes are those of the grid for the first shape that it was made for.
-        questions: for each class of shapes that runs by it, what is asked of their sizes s0, s1, ...: those of the
-            input without its features, then those of named inputs by name.
-        shapes: the shapes that were seen last, of the input and of named inputs by name.
+    For each class of shapes that runs by it, `questions` of their sizes s0, s1, ...: those of the input without its
+    features, then those of named inputs by name. `shapes` are those that were seen last.
     """
 
     plan: Plan
@@ -117,10 +106,7 @@ class KeptPlan:
 
 
 class PlanCache:
-    """The plans of one list of ops.
-
-    `form` is all that a plan depends on beside sizes.
-    """
+    """The plans of one list of ops; `form` is all that a plan depends on beside sizes."""
 
     def __init__(self) -> None:
         self._forms: LRU[object] = LRU(lambda: config.plans_kept)
@@ -153,14 +139,12 @@ class PlanCache:
         return kept
 
     def clear(self) -> None:
-        """Keep nothing."""
         self._plans.clear()
         self._shapes.clear()
         self._forms.clear()
         self._last = (None, None, None, None)
 
     def prepared(self, form: Hashable) -> list[Executable]:
-        """The plans that are kept for calls of this form."""
         token = self._forms.get(form)
         return [answered.prepared for key, answered in self._plans.items() if key[0] is token]
 
@@ -177,13 +161,11 @@ class PlanCache:
         return [KeptPlan(plan, tuple(questions[k]), tuple(shapes.get(k, ()))) for k, plan in found.items()]
 
     def _known(self, token: object, shapes: Shapes) -> Executable | None:
-        """The plan for a shape that was seen, if it is still kept."""
         key = self._shapes.get((token, shapes))
         answered = None if key is None else self._plans.get(key)
         return None if answered is None else answered.prepared
 
     def _fitting(self, token: object, shapes: Shapes) -> Executable | None:
-        """The plan for a new shape, by what it answers."""
         grid, sizes = _grid_of(shapes), sizes_of(shapes)
         for key, answered in self._plans.items():
             if key[0] is token and key[1] == grid and answered.fits(*sizes):
@@ -227,9 +209,7 @@ class RankAgreement:
     def reach(self, unknown: tuple[Hashable, int], call: Call, modes: CallModes, executable: Executable) -> None:
         """Compare what the ranks are about to run.
 
-        Raises:
-            RankMismatchError: on all ranks, naming the first difference, the error of one that has no plan, or who does
-                not come.
+        Where they differ, or one fails, all raise the same RankMismatchError.
         """
         groups, plan = call.ops.groups, executable.plan
         lines = [*_lines(call, plan, modes.words)]
@@ -244,7 +224,6 @@ class RankAgreement:
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    """The generator that calls draw from."""
     return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
 
 
@@ -255,7 +234,6 @@ def seed_of(device: torch.device) -> int | None:
 
 
 def seed_facts(device: torch.device) -> Facts:
-    """Facts that hold while the seed is the one of now."""
     return Facts(calls=((functools.partial(seed_of, device), seed_of(device)),))
 
 

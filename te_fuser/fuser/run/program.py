@@ -1,7 +1,6 @@
 """Steps as programs: refs become slots, tasks become steps, and running is a loop in the native runtime.
 
-Some may watch it. PyTorch's profiler sees each step by name, anomaly mode hears which one gave a NaN, and in a plan's
-first call each tensor that an op's or a fusion's own code made is held against the plan.
+PyTorch's profiler and anomaly mode watch steps by name; in a plan's first call tensors of other code are checked.
 """
 
 from __future__ import annotations
@@ -28,11 +27,12 @@ Wrapper = Callable[[Step, Runner, SlotMap], Runner]
 
 
 @dataclass(frozen=True)
-class Author:
-    """Author of the code that a step runs, with the refs and slots of what that makes."""
+class WatchedStep:
+    """A step, with the ops that it covers, for who watches a program: what it makes, as (name, ref, slot)."""
 
     name: str
-    made: tuple[tuple[Ref, int], ...]
+    author: str  # of its code: an op or a fusion; empty for a generated kernel
+    made: tuple[tuple[str, Ref, int], ...]
 
 
 @dataclass(frozen=True)
@@ -41,34 +41,20 @@ class Program:
 
     Slots are the inputs in their order, then what the steps make, and a last one that stays empty. `run` takes
     them, whether outputs may be stored over what dies (by default they may), and who watches.
-
-    Attributes:
-        names: each step with the ops that it covers.
-        made: the names and slots of what each step makes.
-        authors: of each step that runs an op's or a fusion's code; None of one whose kernel is generated.
     """
 
     run: Callable[..., None]
     size: int
     blank: tuple[None, ...]
-    names: tuple[str, ...] = ()
-    made: tuple[tuple[tuple[str, int], ...], ...] = ()
-    authors: tuple[Author | None, ...] = ()
+    steps: tuple[WatchedStep, ...] = ()
 
     def slots(self, tensors: Iterable[torch.Tensor | None]) -> Slots:
-        """Slots that hold the inputs."""
         return [*tensors, *self.blank]
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """Parts that programs are built of.
-
-    Attributes:
-        kernels: description key -> the kernel.
-        wrap: what runs in each step's place.
-        labels: what the ops of the plan are called.
-    """
+    """Kernels by description key, and what the ops of the plan are called."""
 
     kernels: Mapping[str, KernelFunction]
     wrap: Wrapper | None = None
@@ -97,17 +83,15 @@ def build_program(
     if wrap is not None:
         runners = [wrap(s, r, slots) for s, r in zip(steps, runners, strict=True)]
     ops = [", ".join(loaded.labels[s.start : s.stop]) for s in steps]
-    names = tuple(f"{s.name}: {labels}" for s, labels in zip(steps, ops, strict=True))
     runners = [_naming(s.name, o, r) if s.task.waits else r for s, o, r in zip(steps, ops, runners, strict=True)]
     native = _native.Program([(r, dead.get(k, [])) for k, r in enumerate(runners)])
     blank = (None,) * (len(slots) - given + 1)
-    made = tuple(tuple((name, slots[r]) for name, r in s.outputs) for s in steps)
-    authors: list[Author | None] = []
+    watched = []
     for step, labels in zip(steps, ops, strict=True):
-        name = f"fusion {step.name!r} over {labels}" if step.task.what == "fusion" else labels
-        author = Author(name, tuple((ref, slots[ref]) for ref in step.writes()))
-        authors.append(author if step.task.description is None else None)
-    return Program(native.run, len(slots), blank, names, made, tuple(authors)), slots
+        author = f"fusion {step.name!r} over {labels}" if step.task.what == "fusion" else labels
+        made = tuple([(name, ref, slots[ref]) for name, ref in step.outputs])
+        watched.append(WatchedStep(f"{step.name}: {labels}", "" if step.task.description else author, made))
+    return Program(native.run, len(slots), blank, tuple(watched)), slots
 
 
 def _naming(name: str, ops: str, runner: Runner) -> Runner:
@@ -125,14 +109,9 @@ def _naming(name: str, ops: str, runner: Runner) -> Runner:
 def run_program(
     program: Program, slots: Slots, may_overwrite: bool = True, backward: bool = False, promised: Graph | None = None
 ) -> None:
-    """Run a program, and tell who watches.
+    """Run a program, and tell who watches; values are held against what `promised` has of them, if anybody looks.
 
-    Args:
-        promised: what the values of this call are to be; None: nobody looks.
-
-    Raises:
-        ValueError, TypeError: when a step makes what is not as promised, naming op or fusion.
-        RuntimeError: in backward under torch.autograd.set_detect_anomaly, naming the step that gave a NaN and its ops.
+    Under torch.autograd.set_detect_anomaly backward raises naming the step that gave a NaN and its ops.
     """
     checks = backward and torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
     if not (checks or promised is not None or profiler._is_profiler_enabled):
@@ -146,11 +125,7 @@ def run_program(
 
 
 def refuse_check(gradients: Iterable[torch.Tensor | None]) -> None:
-    """Say in words what anomaly mode is about to fail at, where PyTorch cannot look for NaN in these.
-
-    Raises:
-        NotImplementedError: under torch.autograd.set_detect_anomaly, for DTensors.
-    """
+    """Say in words that anomaly mode cannot look for NaN in these, as in DTensors."""
     found = next((g for g in gradients if g is not None and is_dtensor(g)), None)
     if found is None or not torch.is_anomaly_check_nan_enabled():
         return
@@ -177,38 +152,38 @@ class _Watch:
             self._hold_to_promise(number - 1, self._promised)
         if self._checks and number:
             self._check(number - 1)
-        if profiler._is_profiler_enabled and number < len(self._program.names):
-            self._open = profiler.record_function(self._program.names[number])
+        if profiler._is_profiler_enabled and number < len(self._program.steps):
+            self._open = profiler.record_function(self._program.steps[number].name)
             self._open.__enter__()
 
     def close(self) -> None:
-        """End what is being recorded."""
         if self._open is not None:
             self._open.__exit__(None, None, None)
             self._open = None
 
     def _hold_to_promise(self, number: int, promised: Graph) -> None:
-        author = self._program.authors[number]
-        for ref, slot in author.made if author is not None else ():
+        step = self._program.steps[number]
+        for _, ref, slot in step.made if step.author else ():
             found = self._slots[slot]
             other = misshapen(promised, ref, found) if isinstance(found, torch.Tensor) else None
-            if author is not None and other is not None:
+            if other is not None:
                 spec = ref.spec(promised)
                 error = TypeError if spec is not None and tuple(found.shape) == spec.shape else ValueError
-                raise error(f"{author.name}: {other}; that is what infer() and gradients are held to")
+                raise error(f"{step.author}: {other}; that is what infer() and gradients are held to")
 
     def _check(self, number: int) -> None:
-        for name, slot in self._program.made[number]:
+        step = self._program.steps[number]
+        for name, _, slot in step.made:
             t = self._slots[slot]
             if isinstance(t, torch.Tensor) and t.is_floating_point() and bool(t.isnan().any()):
-                raise RuntimeError(f"step '{self._program.names[number]}' of te_fuser's backward gave NaN in {name}")
+                raise RuntimeError(f"step '{step.name}' of te_fuser's backward gave NaN in {name}")
 
 
 _SPECIFIED = (VALUE, RECOMPUTED, GRADIENT, PARAMETER_GRADIENT)
 
 
 def misshapen(graph: Graph, ref: Ref, found: torch.Tensor) -> str | None:
-    """Difference of a tensor from what was planned, in words: shape, device or dtype; None where there is none."""
+    """Difference of a tensor's shape, device or dtype from the plan, in words, if any."""
     spec = ref.spec(graph) if ref.kind in _SPECIFIED else None
     if spec is None:
         return None

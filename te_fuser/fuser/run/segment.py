@@ -59,17 +59,15 @@ class Backward:
         program: all but what is left for `late`.
         take_kept: what is saved out of the forward slots; in backward it comes after the gradients.
         marked: (place among the kept, place among the tensors handed in) of parameters whose attributes backward reads.
-        written: (place among the kept, place among the tensors handed in) of parameters that steps write into: others
-            may have done so before backward, so they are not saved, but held.
+        written: the same of parameters that steps write into: others may have done so before backward, so they are not
+            saved, but held.
         joined: the places among the kept of parameters that may be kept as the parts that they are made of.
         notes: (forward slot, backward slot) of what opaque ops hand over beside tensors.
         gradients_in: the slots of the results' gradients; None for a result that takes none.
-        gradients_out: the slots of the gradients of what comes in; an empty one for what needs none. `take_gradients`
-            takes them out.
+        gradients_out: the slots that `take_gradients` takes out; an empty one for what needs none.
         overwrites: whether it may store over what was kept or made, which then must be the node's alone.
         zeroed: slots of numbers that are zero before a run and after it, which its steps raise in between.
         left_at: the slot of those that a call leaves to the engine.
-        late: what is left for later of it.
     """
 
     program: Program
@@ -89,8 +87,7 @@ class Backward:
     def left(self, ranks: Ranks, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
         """The parameters, as the graph counts them, whose gradients ranks would add up, and leave to the engine.
 
-        Raises:
-            RuntimeError: for one whose gradient goes to main_grad, where terms of earlier calls are.
+        One whose gradient goes to main_grad is refused: terms of earlier calls are there.
         """
         found = frozenset(p for _, places in ranks.sums for k, p in places if is_left(tensors[k]))
         marked = {k for _, k in self.marked}
@@ -104,7 +101,7 @@ class Backward:
         return found
 
     def given(self, ranks: Ranks, slots: list[Any], lying: Sequence[Any], take: Picker) -> Sequence[Gradient]:
-        """The gradients of what was handed in; those of DTensors as these lie, those that went elsewhere as none."""
+        """The gradients of what was handed in; none of those that went elsewhere."""
         given = take(slots)
         if self.marked:
             given = tuple([None if g is not None and is_absent(g) else g for g in given])
@@ -124,26 +121,20 @@ class Segment:
     """A part of a plan made ready to run.
 
     Attributes:
-        values_in, values_out: values of the graph that enter and leave, in the order of tensors and results.
-        parameters: the graph's parameters that it reads, in the order after the values.
-        uses_seed: whether the last tensor handed in is the seed.
+        uses_seed: whether the last tensor handed in, behind the values and parameters of `plan`, is the seed.
         results_at: the slots of the outputs; `aliased` ones share an input's or an earlier output's storage.
-        recorded: whether its forward program runs functions of PyTorch's, which autograd is to record.
         unrecorded: whether autograd is not to see the operations of its forward program, since an op stops gradients.
-        last_read: of `values_in` those that no later segment reads and the call does not give.
+        last_read: of the values that enter those that no later segment reads and the call does not give.
         backward: None where nobody needs a gradient, or PyTorch's functions give it.
         promised: in a plan's first call, the graph with its sizes: what steps make is held against it.
     """
 
-    values_in: tuple[int, ...]
-    values_out: tuple[int, ...]
-    parameters: tuple[int, ...]
+    plan: SegmentPlan
     uses_seed: bool
     forward: Program
     results_at: tuple[int, ...]
     aliased: tuple[bool, ...]
     device: str
-    recorded: bool
     unrecorded: bool
     last_read: tuple[int, ...]
     ranks: Ranks
@@ -151,7 +142,6 @@ class Segment:
     promised: Graph | None = None
 
     def run_forward(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """Run the forward program and return all slots."""
         slots = self.forward.slots(self._own(tensors) if self.ranks.distributed else tensors)
         self.run(self.forward, slots, promised=self.promised)
         return slots
@@ -173,8 +163,7 @@ class Segment:
     def results(self, slots: list[Any], given: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
         """The outputs; ones that are an input or an earlier one become views of it, which autograd knows as such.
 
-        Args:
-            given: the values handed in, where no autograd node sees that an op's own code gave one of these back.
+        Where no autograd node sees that an op's own code gave one of the values handed in back, these are `given`.
         """
         made: list[torch.Tensor] = []
         for place, shared in zip(self.results_at, self.aliased):  # noqa: B905 - small calls feel each word here
@@ -182,7 +171,7 @@ class Segment:
             for other in (*given, *made):
                 shared = shared or t is other
             made.append(t.view_as(t) if shared else t)
-        return [_native.refusing(t) for t in made] if self.recorded else made
+        return [_native.refusing(t) for t in made] if self.plan.recorded else made
 
 
 @dataclass(frozen=True)
@@ -204,7 +193,7 @@ class Late:
     def gradients(
         self, segment: Segment, back: Backward, slots: list[Any], lying: Sequence[Any]
     ) -> Callable[[], Sequence[Gradient]]:
-        """Function that makes the gradients, once, of what a backward has left in its slots."""
+        """Function that makes the gradients, once."""
         slots = self.program.slots([slots[k] for k in self.reads])
         read = [t for t in slots if isinstance(t, torch.Tensor) and not (t.is_leaf and t.requires_grad)]
         seen = [(t, t._version) for t in read if not t.is_inference()]
@@ -317,7 +306,7 @@ def _run_backward(segment: Segment, back: Backward, program: Program, slots: lis
 
 
 def _unlinked(outs: list[torch.Tensor], held: Sequence[Any]) -> list[torch.Tensor]:
-    """The outputs, none a view of memory that no tensor but this one has: autograd forbids to write into views."""
+    """The outputs, none a view of otherwise unseen memory, which autograd lets nobody write."""
     if not any(t._is_view() for t in outs):
         return outs
     bases = [t if t._base is None else t._base for t in (*outs, *held) if isinstance(t, torch.Tensor)]
@@ -347,7 +336,7 @@ def _arriving(ctx: Any, back: Backward, grads: tuple[torch.Tensor | None, ...]) 
 
 
 class _ParameterRefs(NamedTuple):
-    """Parameters of a graph that steps write into, that may be kept in parts, and that are zero before a backward."""
+    """Parameters that steps write into, that are kept in parts, that begin as zero."""
 
     written: Container[Ref]
     joined: Container[Ref]
@@ -355,7 +344,6 @@ class _ParameterRefs(NamedTuple):
 
 
 def build_segments(plan: Plan, loaded: Loaded) -> tuple[Segment, ...]:
-    """Every segment of a plan, ready to run."""
     graph, bindings = plan.graph, {parameter_ref(k): b for k, b in enumerate(plan.graph.parameters)}
     parameters = _ParameterRefs(
         {r for r, b in bindings.items() if b.written},
@@ -373,7 +361,7 @@ def build_segments(plan: Plan, loaded: Loaded) -> tuple[Segment, ...]:
 
 
 def _among_ranks(segment: SegmentPlan, graph: Graph, groups: tuple[Group, ...]) -> Ranks:
-    """The groups that run ops of the plan together, the DTensors of a segment, gradients of which ranks have terms."""
+    """Groups, DTensors and terms of gradients that ranks share in a segment."""
     lies = {parameter_ref(k) for k, it in enumerate(graph.lies) if it is not None}
     refs = [ref for ref in segment.takes if ref in lies]
     kept = [entry.ref for entry in segment.kept] if segment.backward and not segment.recorded else []
@@ -434,7 +422,6 @@ def _build_backward(
 
 
 def _places(returned: Sequence[Ref | None], made: Container[Ref], program: Program, slots: SlotMap) -> tuple[int, ...]:
-    """The slots of gradients that a program makes; of others the empty one."""
     return tuple(slots[r] if r is not None and r in made else program.size for r in returned)
 
 
@@ -452,15 +439,12 @@ def _build(
     held = [*segment.gives, *(k.ref for k in segment.kept), *notes]
     forward, slots = build_program(steps, segment.takes, held, loaded)
     return Segment(
-        segment.values_in,
-        segment.values_out,
-        segment.parameters,
+        segment,
         SEED in segment.takes,
         forward,
         tuple(slots[r] for r in segment.gives),
         _aliased(segment.takes, segment.gives, steps),
         plan.x.device.type,
-        segment.recorded,
         stops and not segment.backward and not segment.recorded,
         last_read,
         _among_ranks(segment, plan.graph, groups),
@@ -469,7 +453,6 @@ def _build(
 
 
 def _picker(places: tuple[int, ...]) -> Picker:
-    """A function that takes these places out of a list."""
     if len(places) > 1:
         return operator.itemgetter(*places)
     return lambda items: tuple(items[k] for k in places)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -275,7 +276,7 @@ def _table(direction: str, rows: list[StepRow]) -> Group:
 
 
 class _StepTable(Table):
-    """Table whose two columns of words share what its numbers leave; neither is narrower than its longest word."""
+    """Table whose two columns of words share what its numbers leave."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         wide = options.update(max_width=_UNLIMITED)
@@ -419,7 +420,7 @@ def _gains_page(plan: Plan) -> Iterable[Any]:
 
 def _gained(entries: Sequence[Gain]) -> list[str]:
     """The milliseconds of some products in 8 bits, in their own precision, and the difference."""
-    taken, own = sum(g.seconds for g in entries), sum(g.own_seconds for g in entries)
+    taken, own = math.fsum(g.seconds for g in entries), math.fsum(g.own_seconds for g in entries)
     return [f"{seconds * 1e3:.3f}" for seconds in (taken, own, own - taken)]
 
 

@@ -48,7 +48,6 @@ border:1px solid var(--line);box-shadow:0 3px 10px #0004;white-space:pre-line}
 
 
 def page(explanation: Explanation) -> str:
-    """The whole document."""
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
     body = fragment(explanation)
     return (
@@ -58,7 +57,6 @@ def page(explanation: Explanation) -> str:
 
 
 def fragment(explanation: Explanation, name: str = "step") -> str:
-    """Content of the page with its style, which touches nothing else in a notebook; `name` begins ids of elements."""
     e, parts = explanation, [f"<style>{_STYLE}</style>"]
     keys = "".join(f'<span class="key {kind}"></span>{words}' for kind, words in _KINDS.items())
     parts.append(f'<p class="soft">A bar is a step, as wide as its time.{keys}</p>')
@@ -133,7 +131,7 @@ def _direction(direction: str, rows: Sequence[StepRow], sums: Total, name: str) 
 
 
 def _memory(plan: Plan, rows: dict[str, list[StepRow]]) -> Iterator[str]:
-    """Activations kept for backward: a curve over both directions, and a table of what is kept and until when."""
+    """Activations kept for backward: a curve over both directions, and a table."""
     kept = [k for k in plan.kept if k.owner == "activation" and k.bytes]
     if not kept:
         return

@@ -91,7 +91,6 @@ class Measured:
     backward: tuple[float, ...]
 
     def of(self, direction: str) -> tuple[float, ...]:
-        """Seconds of the steps of one direction."""
         return self.forward if direction == "forward" else self.backward
 
 
@@ -139,7 +138,6 @@ class _Clock:
         self.marks: dict[int, list[tuple[Any, Any]]] = {}
 
     def wrap(self, step: Step, runner: Runner, slots: SlotMap) -> Runner:
-        """`runner`, with its time written down."""
         marks = self.marks.setdefault(id(step), [])
 
         def timed(values: Slots) -> None:
@@ -151,11 +149,9 @@ class _Clock:
         return timed
 
     def now(self) -> Any:
-        """A mark in time."""
         return time.perf_counter()
 
     def between(self, start: Any, stop: Any) -> float:
-        """Seconds from one mark to another."""
         return float(stop - start)
 
     def medians(self) -> dict[int, float]:

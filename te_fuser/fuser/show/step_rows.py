@@ -126,7 +126,6 @@ class StepRow(StepCost, StepOutputs):
 
     @property
     def bound(self) -> str:
-        """The limit, and the share of it."""
         return self.limit if self.share is None else f"{self.limit} {self.share:.0%}"
 
     def more(self) -> Iterator[str]:
@@ -174,7 +173,6 @@ def totals(plan: Plan, found: Mapping[str, Sequence[StepRow]], is_measured: bool
 
 
 def rows_of(plan: Plan, measured: Measured | None = None) -> dict[str, list[StepRow]]:
-    """`step_rows` of each direction."""
     return {direction: step_rows(plan, direction, measured) for direction in ("forward", "backward")}
 
 
@@ -270,7 +268,7 @@ class Gain:
 
 
 def gains(plan: Plan) -> list[Gain]:
-    """Gains by op whose products are of 8 bits, in their order; what a step has of several counts for the first."""
+    """Gains by op whose products are of 8 bits; what a step has of several counts for the first."""
     found: dict[int, Gain] = {}
     for step in plan.steps:
         nodes = [plan.graph.nodes[k] for k in step.task.ops or range(step.start, step.stop)]
@@ -319,7 +317,7 @@ def pass_page(records: Sequence[PassRecord]) -> Iterable[Text | Padding]:
 
 
 def makers_of_steps(records: Sequence[PassRecord]) -> list[tuple[str, str]]:
-    """(step as text, the pass that made it) of each step of the plan; "cover": the covers of the graph have it."""
+    """(step as text, the pass that made it) of each step; "cover": the covers have it."""
     found: dict[str, str] = {}
     steps = [r for r in records if r.over == "steps"]
     for record in steps:

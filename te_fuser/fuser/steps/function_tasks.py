@@ -31,18 +31,13 @@ GATHERED = "gathered"  # what a step calls the rows of all ranks that it gives b
 
 @record()
 class FunctionTask(Task):
-    """One function of the tensors that the step reads, in their order, which gives what the step makes.
-
-    Attributes:
-        options: what else the function takes, by name.
-        gives: the names of all that it gives, in their order, where the step may not have all; empty: it has.
-    """
+    """One function of the tensors that the step reads, in their order, which gives what the step makes."""
 
     function: Callable[..., Any]
     what: str = "torch"
     call: str = "torch"
-    options: tuple[tuple[str, Any], ...] = ()
-    gives: tuple[str, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()  # what else the function takes
+    gives: tuple[str, ...] = ()  # names of all that it gives, where the step may not have all
     compares: bool = False
     own_memory: bool = False
     written: tuple[WrittenKernel, ...] = ()
@@ -76,7 +71,7 @@ def recorded_task(function: Callable[..., torch.Tensor]) -> FunctionTask:
 
 @dataclass(frozen=True)
 class RecordedBackwardTask(Task):
-    """The gradient of such a function: PyTorch's own business, which runs when autograd comes to its node."""
+    """The gradient of such a function, which autograd runs."""
 
     what = "autograd"
     call = "recorded backward"
@@ -99,20 +94,14 @@ def _sum_of_present(*terms: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class SumTask(Task):
-    """One of the two steps that add up gradients of parameters over ranks.
-
-    Attributes:
-        group: the ranks.
-        parameters: whose gradients, as the graph counts them; those that a call leaves to the engine stay terms.
-        phase: "start" or "wait".
-    """
+    """One of the two steps that add up gradients of parameters over ranks."""
 
     what = "torch"
     compares = False
 
     group: Group
     parameters: tuple[int, ...]
-    phase: str
+    phase: str  # "start" or "wait"
     ops: tuple[int, ...] = ()
 
     @property
@@ -144,9 +133,7 @@ class SumTask(Task):
 def scale_task(dtype: torch.dtype, scaling: OwnScales, is_there: bool) -> FunctionTask:
     """amax -> scale, inverse; the amax is zero afterwards, so that a graph that is kept runs backward again.
 
-    Args:
-        dtype: the 8 bits that are scaled to.
-        is_there: whether the pass has made both beside the amax; else PyTorch does.
+    Where both are there, the pass has made them beside the amax; else PyTorch does.
     """
     if is_there:
         return FunctionTask(torch.Tensor.unbind, "kernel", "function", gives=NUMBERS)
@@ -155,12 +142,7 @@ def scale_task(dtype: torch.dtype, scaling: OwnScales, is_there: bool) -> Functi
 
 
 def zeros_task(device: torch.device, ops: tuple[int, ...], count: int, in_kernels: bool) -> FunctionTask:
-    """Zeros that are raised to largest magnitudes, for a whole call at once.
-
-    Args:
-        ops: those that raise them.
-        in_kernels: whether kernels make scales of them, beside each: `NUMBERS`.
-    """
+    """Zeros that `ops` raise to largest magnitudes, for a call; `in_kernels`: scales are beside them."""
     options = (("count", count), ("in_kernels", in_kernels), ("device", device))
     return FunctionTask(_zeros, "before", "function", options, ops=ops)
 
@@ -175,11 +157,7 @@ def _zeros(count: int, in_kernels: bool, device: torch.device) -> torch.Tensor |
 
 @record()
 class MakeTask(Task):
-    """Makes parameters of others, before the segments of a call.
-
-    Attributes:
-        wanted: of each op that something is made for.
-    """
+    """Makes parameters of others, for each op that something is made for, before the segments of a call."""
 
     what = "before"
     call = "product"
@@ -203,11 +181,7 @@ class MakeTask(Task):
 
 
 def transpose_task(dtype: torch.dtype, by_kernel: bool) -> FunctionTask:
-    """Rows of 8 bits as [features, rows], with zeros up to a multiple of 16 rows.
-
-    Args:
-        by_kernel: whether the kernel written by hand does it, else PyTorch.
-    """
+    """Rows of 8 bits as [features, rows], with zeros up to a multiple of 16 rows."""
     if not by_kernel:
         return FunctionTask(quantizers.transpose_by_torch, call="function", own_memory=True)
     written = (quantizers.Transposed8(dtype),)

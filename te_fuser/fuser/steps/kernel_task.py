@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class KernelOutput(NamedTuple):
-    """A tensor that a kernel makes: its ref, and its shape as (axes, width), or a fixed shape (parameters)."""
+    """A tensor that a kernel makes, of (axes, width) or of a fixed shape (parameters)."""
 
     ref: Ref
     axes: Axes
@@ -41,7 +41,6 @@ class KernelOutput(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        """Layout of the tensor."""
         return self.ref.form.layout
 
 
@@ -84,7 +83,6 @@ class KernelTask(Task):
         return bool(self.description.stores or self.description.sums or self.description.maxima)
 
     def overwritten(self) -> list[Ref]:
-        """The inputs whose memory outputs may be stored in."""
         names = {load for _, load in self.description.overwrites}
         return [ref for ref, load in zip(self.inputs, self.description.loads, strict=True) if load.name in names]
 
@@ -106,11 +104,7 @@ class KernelTask(Task):
     def storing(
         self, stores: Iterable[Store], outputs: Iterable[KernelOutput], aliases: tuple[tuple[Ref, Ref], ...]
     ) -> KernelTask:
-        """The kernel with other stores, without loads and streams that it then does not need.
-
-        Args:
-            outputs: what these make, and its sums.
-        """
+        """The kernel with other stores, without loads and streams that it then does not need."""
         d = self.description
         less = narrowed(replace(d, stores=tuple(stores), overwrites=()))
         inputs = dict(zip([t.name for t in d.loads], self.inputs, strict=True))
@@ -161,7 +155,7 @@ class KernelTask(Task):
         )
 
     def moved(self, move: Callable[[Ref], Ref], streams: int) -> KernelTask:
-        """The kernel on other tensors, with `streams` added to the numbers of its streams."""
+        """The kernel on other tensors, with other numbers of streams."""
         return KernelTask(
             self.description,
             tuple(map(move, self.inputs)),
@@ -217,14 +211,14 @@ class KernelTask(Task):
         )
 
     def _integers(self) -> tuple[int, ...]:
-        """The run-time integers that no call changes; where ranks share the rows, each call adds the last."""
+        """The run-time integers; where ranks share the rows, each call adds the last."""
         if self.share is None:
             return self.streams
         block = () if self.share.rows is not None else (1,)
         return *self.streams, *self.share.ranks, *block
 
     def _alike(self, inputs: int) -> list[int | None]:
-        """Number, for each output, of the input or earlier output that has its sizes and dtype; None where none has."""
+        """Number, for each output, of the first tensor of its sizes and dtype, if any."""
         forms: dict[Any, int] = {}
         for k, (ref, load) in enumerate(zip(self.inputs, self.description.loads, strict=True)):
             if ref == self.lead:
@@ -266,7 +260,7 @@ _MADV_HUGEPAGE = 14
 
 
 def prefer_huge_pages(t: torch.Tensor) -> None:
-    """Ask the system for 2 MiB pages under a tensor that nobody has written to yet; only a hint, and only if large."""
+    """Ask for 2 MiB pages under a large tensor that nobody has written to yet."""
     madvise = _madvise()
     if madvise is None or t.nbytes < LARGE or t.device.type != "cpu":
         return

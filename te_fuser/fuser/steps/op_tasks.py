@@ -28,24 +28,15 @@ if TYPE_CHECKING:
 
 @record()
 class OpTask(Task):
-    """A method of an opaque op.
-
-    Attributes:
-        gradient: which node of its backward; None: its forward.
-        needed: the gradients that somebody needs.
-        casts: gradients (by their names in the step) that are wanted in another dtype than the op gives them in.
-        phase: "whole"; or "start", which leaves what is under way to the step that waits for it, "wait".
-        again: whether it is a forward that runs in backward, where its output was not kept.
-        peers: the GPUs that exchange tensors by copies; None: the ProcessGroup does.
-    """
+    """A method of an opaque op."""
 
     node: Node
-    gradient: Gradient | None = None
+    gradient: Gradient | None = None  # a node of its backward; None: its forward
     needed: frozenset[str] = frozenset()
-    casts: tuple[tuple[str, torch.dtype], ...] = ()
-    phase: str = "whole"
-    again: bool = False
-    peers: PeersOf | None = None
+    casts: tuple[tuple[str, torch.dtype], ...] = ()  # gradients wanted in another dtype than the op's
+    phase: str = "whole"  # "whole", or "start", which leaves what is under way to "wait"
+    again: bool = False  # a forward that runs in backward, where its output was not kept
+    peers: PeersOf | None = None  # by copies; None: by the ProcessGroup
 
     @property
     def identity(self) -> Any:
@@ -94,7 +85,7 @@ class OpTask(Task):
 
     @property
     def plain(self) -> TensorFunction | None:
-        """The plain function of tensors that the method amounts to."""
+        """The plain function of tensors that the method is, if any."""
         return getattr(getattr(self.node.op, self.method), "plain", None)
 
     def phases(self, step: Step) -> tuple[Step, ...]:
@@ -178,11 +169,7 @@ class OpRunner:
 
 
 def values_made(label: str, op: FusableOperation, made: Any) -> Mapping[str, torch.Tensor]:
-    """Tensors that an op's forward gave, by name; of one that it gave twice, the second is a view.
-
-    Raises:
-        TypeError: when one is no tensor, or they are not the op's values.
-    """
+    """Tensors that an op's forward gave, by name; of one that it gave twice, the second is a view."""
     given = outputs_by_name(op, made, f"{label}: its forward") if op.values else {"output": made}
     found: dict[str, torch.Tensor] = {}
     for name, t in given.items():
@@ -201,11 +188,7 @@ def emission_made(label: str, made: Mapping[str, torch.Tensor], name: str) -> to
 
 
 def gradient_made(label: str, made: Mapping[str, torch.Tensor | None], name: str) -> torch.Tensor:
-    """The gradient that a backward gave by that name.
-
-    Raises:
-        RuntimeError, TypeError: when it gave none, or no tensor, or no gradients by name.
-    """
+    """The gradient that a backward gave by that name."""
     if type(made) is not dict and not isinstance(made, Mapping):  # of a dict the latter takes ten times as long
         raise TypeError(f"{label}: its backward must return a dict of gradients by name, got {type(made).__name__}")
     found = made.get(name)
@@ -303,13 +286,12 @@ class FusionTask(Task):
 
     @property
     def row_product(self) -> RowProduct | None:  # type: ignore[override]
-        """Native product that it runs as, if each row depends on that row of its first tensor; None for all others."""
+        """Native product that it runs as, if each row depends on that row alone."""
         if self.body is None or not self.body.by_rows:
             return None
         return RowProduct(self.body.function, self._takes(), self._gives())
 
     def _gives(self) -> tuple[str, ...]:
-        """Names of all that its body gives, read or not."""
         return self.fusion.gives if self.gradient is None else self.gradient.produces
 
     def _takes(self) -> tuple[str, ...]:
@@ -334,7 +316,7 @@ class FusionTask(Task):
         return self if self.takes_blocks is None else replace(self, by_blocks=True)
 
     def giving_blocks(self, names: Sequence[str], blocks: ByBlocks) -> FusionTask | None:
-        """The backward with these outputs by blocks, where its body says that it can give them; else None."""
+        """The backward with these outputs by blocks, if its body can give them."""
         able = None if self.body is None or self.gradient is not None else self.body.in_blocks
         if able is None or not set(names) <= set(able.names):
             return None
@@ -353,7 +335,7 @@ class FusionTask(Task):
         return self.body.describe() if self.body is not None and self.body.describe is not None else ""
 
     def function(self) -> Callable[..., Any]:
-        """Function that was chosen here, or that the fusion declares: a plain one of tensors, or a body of (m, x)."""
+        """Function chosen here, or declared: a plain one of tensors, or a body of (m, x)."""
         if self._blocks is not None:
             return self._blocks.function
         if self.body is not None:
@@ -365,19 +347,6 @@ class FusionTask(Task):
 
 class FusionRunner:
     """Runs a registered fusion in one direction."""
-
-    __slots__ = (
-        "_first",
-        "_forward",
-        "_function",
-        "_inputs",
-        "_label",
-        "_needed",
-        "_ops",
-        "_outputs",
-        "_shared",
-        "_streams",
-    )
 
     def __init__(self, step: Step, task: FusionTask, slots: SlotMap) -> None:
         self._forward = task.direction == "forward"

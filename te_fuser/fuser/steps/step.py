@@ -28,13 +28,9 @@ KernelFunction = Callable[[tuple["torch.Tensor", ...], int, int, int, tuple[int,
 
 @record(eq=False)
 class Price:
-    """Cost of a step as a question to cost models, each of its own sizes; steps that are alike share one.
+    """Cost of a step as a question to cost models, each of its own sizes; steps that are alike share one."""
 
-    Attributes:
-        method: a method of the model, or a function of it; `arguments` are what else it takes.
-    """
-
-    method: str | Callable[..., Cost]
+    method: str | Callable[..., Cost]  # of the model, or a function of it
     arguments: tuple[Any, ...]
 
 
@@ -56,12 +52,7 @@ class SlotMap:
 
 @dataclass(frozen=True)
 class Bench:
-    """Slots and kernels with which a task is made ready to run.
-
-    Attributes:
-        kernels: description key -> the kernel.
-        dying: slots that nobody reads after this step.
-    """
+    """Slots and kernels with which a task is made ready to run; `dying` slots nobody reads after it."""
 
     slots: SlotMap
     kernels: Mapping[str, KernelFunction]
@@ -113,27 +104,22 @@ class Task:
 
     @property
     def identity(self) -> Any:
-        """Key that is equal for tasks of equal steps that run alike, whatever the sizes that they were planned for."""
+        """Key, equal for tasks of equal steps that run alike, whatever their sizes."""
         return self
 
     def runner(self, step: Step, bench: Bench) -> Runner:
-        """The step made ready to run."""
         raise NotImplementedError
 
     def called(self, step: Step) -> Called | None:
-        """The function that the step comes to, where one that gives a tensor from some is all; None: it is more."""
+        """The function of tensors that the step comes to; None: it is more."""
         return None
 
     def sizes(self, x: Spec) -> tuple[int, int, int] | None:
-        """Rows, batch_inner and samples of the generated kernel that it launches for x; None: it launches none."""
+        """Rows, batch_inner and samples of the generated kernel that it launches, if any."""
         return None
 
     def storing_over(self, dying: Callable[[Ref, Ref, str], bool], arch: str) -> Task:
-        """The task with outputs that may be stored over inputs, where that can be.
-
-        Args:
-            dying: f(input, lead, dtype), whether that memory may be taken for something of the lead's rows.
-        """
+        """The task with outputs stored over inputs; `dying`: f(input, lead, dtype) says which may be taken."""
         return self
 
     def phases(self, step: Step) -> tuple[Step, ...]:
@@ -145,15 +131,13 @@ class Task:
         return self
 
     def giving_blocks(self, names: Sequence[str], blocks: ByBlocks) -> Task | None:
-        """The task with the outputs of these names by blocks in the place of rows; None where it cannot give them."""
+        """The task with the outputs of these names by blocks; None where it cannot."""
         return None
 
     def renamed(self, renames: Mapping[Ref, Ref]) -> Task:
-        """The task with other names for what it makes."""
         return self
 
     def at(self, node: Node) -> Task:
-        """The task for an op that is like its own."""
         return self
 
     def runs_by(self) -> str:
@@ -163,19 +147,9 @@ class Task:
 
 @record()
 class Step:
-    """One entry of a plan.
+    """One entry of a plan, for the ops start..stop-1."""
 
-    Attributes:
-        name: the kernel or library call.
-        start, stop: the ops it covers.
-        inputs, outputs: (name, ref) of what it reads and makes.
-        cost, seconds: what it moves and computes, and the predicted time.
-        host: the seconds that its call costs the host.
-        price: where these come from.
-        chain: in backward, whether the next step's gradient depends on it.
-    """
-
-    name: str
+    name: str  # the kernel or library call
     start: int
     stop: int
     inputs: tuple[tuple[str, Ref], ...]
@@ -183,8 +157,8 @@ class Step:
     task: Task
     cost: Cost
     seconds: float
-    host: float = 0.0
-    chain: bool = True
+    host: float = 0.0  # seconds of its call
+    chain: bool = True  # in backward, the next step's gradient depends on it
     price: Price | None = field(default=None, compare=False, repr=False)
 
     def __repr__(self) -> str:
@@ -198,11 +172,9 @@ class Step:
         return self.task.hangs and not self.chain
 
     def reads(self) -> list[Ref]:
-        """The refs it reads."""
         return [r for _, r in self.inputs]
 
     def writes(self) -> list[Ref]:
-        """The refs it makes."""
         return [r for _, r in self.outputs]
 
 

@@ -1,8 +1,7 @@
 """Comparison of the results of what tune tries with the default's: the rule of verify, without float64.
 
 Outputs and gradients may differ by four times what the default's own differ by when its data are moved by an ulp, plus
-one ulp of their scale: each of the two may err by half of that. The default runs once; on moved data only where that
-does not settle it.
+one ulp of their scale. The default runs on moved data only where one run does not settle it.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ def reason_of_any(groups: Sequence[Group], what: str, reason: str) -> str:
 
 
 class Check:
-    """The results of the default for one call, and what others must give; one seed for all random draws.
-
-    It sets the seed of PyTorch's generators: callers that need theirs fork them.
-    """
+    """The results of the default for one call, and what others must give; sets PyTorch's seed."""
 
     def __init__(
         self,
@@ -57,8 +53,7 @@ class Check:
     def reason(self, other: Executable, within: AbstractContextManager[None] = _AS_IT_IS) -> str:
         """Reason, of any rank, for which another plan of the call or other kernels cannot be taken; empty if they can.
 
-        Args:
-            within: context that the other one alone runs in, as with other algorithms in force.
+        `within`, as with other algorithms in force, the other one alone runs.
         """
         reason, found = "", Results()
         try:
@@ -112,7 +107,7 @@ class Check:
         parameters: Sequence[torch.Tensor],
         moved: int | None = None,
     ) -> Results:
-        """Outputs and gradients; `moved` is the number of the neighbour whose arriving gradients are to be taken."""
+        """Outputs and gradients; `moved`: of arriving gradients that are this neighbour's."""
         torch.default_generator.manual_seed(0)  # torch.manual_seed is for all devices
         if x.device.type == "cuda":
             torch.cuda.default_generators[x.device.index or 0].manual_seed(0)
@@ -148,7 +143,7 @@ class Check:
 
 
 def _drawn_elsewhere(plan: Plan, other: Plan) -> list[str]:
-    """The ops that draw by themselves, as attention's libraries do, and that another kernel runs in the other plan."""
+    """The ops that draw by themselves, as attention does, by other kernels in the other plan."""
     apart = [n for n in plan.graph.nodes if n.traits.draws and not n.traits.is_row]
     return [n.label for n in apart if _runs(plan, n.index) != _runs(other, n.index)]
 

@@ -35,7 +35,7 @@ ReasonNot = Callable[[Mapping[str, KernelFunction]], str]
 
 @dataclass(frozen=True)
 class _Variant:
-    """A kernel by other schedules, its time alone over that of the kernel in use, and the model's with it."""
+    """A kernel by other schedules, its time alone over the kernel's in use, the model's with it."""
 
     description: KernelDescription
     rows: int
@@ -55,7 +55,6 @@ def tune_schedules(
     """Tune the schedule of each generated kernel of a plan; what is taken stays on disk.
 
     Args:
-        margin: the share of the model's time that a schedule must gain.
         reason_not: tells wrong kernels from right ones.
         deciding: who says which schedule is worth trying.
     """
@@ -96,7 +95,6 @@ def _try(
 
 
 def _kernels(variants: Iterable[_Variant]) -> dict[str, KernelFunction]:
-    """Kernels by description key, as plans run them."""
     return {v.description.key: v.kernel.run for v in variants}
 
 
@@ -116,7 +114,6 @@ def _fastest_of(
 
 
 def _fastest_alone(d: KernelDescription, sizes: tuple[int, int, int], device: torch.device) -> _Variant | None:
-    """The variant that is fastest alone; None when none gains enough over the kernel in use."""
     from te_fuser.codegen import cuda_loader
 
     folder = config.cache_dir
@@ -148,6 +145,5 @@ def _tensors(d: KernelDescription, sizes: tuple[int, int, int], device: torch.de
 
 
 def _seconds(kernel: GpuKernel, tensors: tuple[torch.Tensor, ...], sizes: tuple[int, int, int]) -> float:
-    """Seconds of one launch of a kernel alone."""
     numbers = tuple(range(1, kernel.description.integers + 1))
     return seconds_alone(lambda: kernel.run.repeat(_LAUNCHES, tensors, *sizes, numbers)) / _LAUNCHES

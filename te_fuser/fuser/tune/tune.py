@@ -1,9 +1,8 @@
 """Tuning: other choices, measured in the running model; what makes the whole faster is kept, also on disk.
 
-A fusion that was not taken is tried, one that was taken is left out: one place after the other, each against the best
-so far in alternating rounds, forward and backward together. Alone a kernel may win and in a model lose: the card's
-power and caches are shared. Then the schedules of generated kernels, on a GPU, and the algorithms of the libraries that
-the model runs. Whatever is tried must first compute what the plan by prices alone does (`check`).
+Fusions that were not taken are tried, others left out: one place after the other, against the best so far in
+alternating rounds, as a kernel may win alone and lose in a model. Then schedules of generated kernels, on a GPU, and
+algorithms of libraries. All must first compute what the plan by prices alone does (`check`).
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _MORE_MEMORY = 1.02  # what a choice may keep over the plan it is to replace, un
 
 @dataclass(frozen=True)
 class Effort:
-    """Settings of a measurement: rounds, seconds of each turn, and the share of the time that a choice must gain."""
+    """Settings of a measurement; `margin` is the share of the time that a choice must gain."""
 
     rounds: int = 7
     seconds: float = 0.2
@@ -76,7 +75,6 @@ class TuneReport:
 
     @classmethod
     def of(cls, reports: Sequence[TuneReport]) -> TuneReport:
-        """One report of several."""
         return cls(tuple(t for r in reports for t in r.trials), tuple(x for r in reports for x in r.ratios))
 
     def __str__(self) -> str:
@@ -107,13 +105,11 @@ class _Rounds:
     groups: tuple[Group, ...]
 
     def prepared(self, plan: Plan, kernels: Mapping[str, KernelFunction] | None = None) -> Executable:
-        """A plan ready to run on all ranks, some of its kernels by other ones."""
         made = load(plan, self.outputs, instead=kernels)
         gather_values(self.groups, "tune: a plan is ready", None)
         return made
 
     def call(self, prepared: Executable) -> Callable[[], None]:
-        """The call by a plan."""
         return _call(prepared, self.x, self.inputs, self.parameters)
 
     def ratio(self, first: Callable[[], None], second: Callable[[], None]) -> float:
@@ -122,7 +118,6 @@ class _Rounds:
         return float(gather_values(self.groups, "tune: how two plans compare", seconds)[0])
 
     def between(self, first: Plan, second: Plan) -> float:
-        """Seconds of the second plan over seconds of the first, on the rank that decides."""
         return self.ratio(self.call(self.prepared(first)), self.call(self.prepared(second)))
 
 
@@ -194,14 +189,7 @@ def _deciding(groups: tuple[Group, ...]) -> Deciding:
 
 
 class _Search:
-    """Choices of fusions, one after the other, each against the best plan so far.
-
-    Attributes:
-        first, best: the plan by prices alone, and the one with what was taken.
-        choices: what was taken, by place.
-        trials: what was looked at.
-        check: what the next one must compute.
-    """
+    """Choices of fusions, one after the other, each against the best plan so far."""
 
     def __init__(self, graph: Graph, options: Options, rounds: _Rounds) -> None:
         self._graph, self._options, self._rounds = graph, options, rounds
@@ -211,7 +199,6 @@ class _Search:
         self.check = self._checked_by(rounds.prepared(self.first))
 
     def look_at(self, place: str, choice: str) -> None:
-        """Take a choice if it fits, computes the same and gains."""
         plan = self._plan({**self.choices, place: choice})
         rounds = self._rounds
         unfit, kept, most = "", plan.kept_bytes(), _MORE_MEMORY * self.best.kept_bytes()

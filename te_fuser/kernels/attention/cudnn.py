@@ -128,7 +128,7 @@ _NO_DROPOUT_APART = needs(
 
 
 class CudaCudnnFrontend(CudnnProvider):
-    """cuDNN's attention, whose backward stores the gradients of queries, keys and values where they lie packed."""
+    """cuDNN's attention, whose backward stores packed gradients."""
 
     name = "cuda_cudnn_frontend"
     packs = True

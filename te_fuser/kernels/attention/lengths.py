@@ -81,7 +81,7 @@ class Blanks:
 
     @property
     def counts(self) -> torch.Tensor | None:
-        """Any tensor that has a number for each sequence, [N]; None where nothing is said."""
+        """Any tensor that has a number for each sequence, [N]."""
         found = (t if place % 2 or t is None else t[1:] for place, t in enumerate(self.given))
         return next((t for t in found if t is not None), None)
 

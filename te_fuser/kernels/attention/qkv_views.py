@@ -78,7 +78,7 @@ def _form(t: torch.Tensor) -> HeadsForm:
 
 @dataclass(frozen=True)
 class Views:
-    """The way between packed tensors and a kernel's [b, h, S, D]; `views_of` keeps some."""
+    """The way between packed tensors and a kernel's [b, h, S, D]."""
 
     settings: AttentionSettings
     samples: int
@@ -139,7 +139,7 @@ class Views:
         return self.settings.heads.merge_output(self._grouped(out, self.settings.heads.per_group))
 
     def grouped(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Gradients:
-        """The kernel's [b, h, S, D] as queries [B, G, R, S, D], keys and values [B, G, S, D]; views."""
+        """Queries [B, G, R, S, D], keys and values [B, G, S, D]; views."""
         dq = self._grouped(dq, self.settings.heads.per_group)
         return dq, self._grouped(dk, 1).squeeze(2), self._grouped(dv, 1).squeeze(2)
 

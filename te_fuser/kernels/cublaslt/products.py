@@ -141,7 +141,7 @@ def product_of(form: ProductForm) -> _native.CudaMatmul:
 
 
 def algorithms_of(form: ProductForm, sizes: tuple[int, int, int]) -> str:
-    """Algorithms of a product in the sizes (m, n, k), where such a problem is known or planned."""
+    """Algorithms of a product in the sizes (m, n, k), where known or planned."""
     known = in_use[form].problems() if form in in_use else ()
     met = [ProductProblem(*p) for p in known if p[1:4] == sizes]
     found = {str(f) for p in met if (f := found_for(form, p)) is not None}

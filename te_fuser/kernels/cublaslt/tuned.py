@@ -100,7 +100,7 @@ class ProductProblem(NamedTuple):
 
 @dataclass(frozen=True)
 class TunedAlgorithm:
-    """Entry of a problem: the algorithm and its place among candidates, or why it was dropped."""
+    """Entry of a problem: the algorithm, or why it was dropped."""
 
     algorithm: bytes = b""
     candidate: int = 0

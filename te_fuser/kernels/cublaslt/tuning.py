@@ -52,7 +52,7 @@ def tune_products(
     reason_not: ReasonNot = lambda within: "",
     deciding: Deciding = Deciding(),  # noqa: B008 - frozen
 ) -> list[Trial]:
-    """Tune every product that a call runs, as `Library.tune`; what is taken stays on disk."""
+    """Tune every product that a call runs, as `Library.tune`."""
     places = places_of(call)
     first = dict.fromkeys(places, 0)
     chosen, trials = dict(first), list[Trial]()

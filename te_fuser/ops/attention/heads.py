@@ -85,7 +85,7 @@ class HeadLayout:
         return self._heads_in(y, self.per_group)
 
     def merge_output(self, heads: torch.Tensor) -> torch.Tensor:
-        """[B, G, R, S, E] as an output of this layout, copied only where it lies otherwise."""
+        """[B, G, R, S, E] as an output of this layout."""
         in_order = heads.permute((3, 0, 1, 2, 4) if self.layout == "sequence_first" else (0, 3, 1, 2, 4))
         features = heads.shape[1] * heads.shape[2] * heads.shape[4]
         # Unlike a view, the result of _unsafe_view stands for its own storage, as an output of an op must.

@@ -304,7 +304,7 @@ class Band:
         apart: bool,
         device: torch.device,
     ) -> Band:
-        """The band of `sizes` (queries, keys); `apart` says whether keys have lengths of their own."""
+        """The band of `sizes` (queries, keys)."""
         if mask.counts and may_look(device):
             mask.check_counts(tensors, sizes[0], sizes[1] if apart else None)
         lengths, offsets, padding = (tensors.get(name) for name in ("lengths", "offsets", "padding"))

@@ -87,7 +87,7 @@ Places = tuple[torch.Tensor, torch.Tensor]  # of queries [S] and keys [K] in the
 
 
 def at_places(bias: torch.Tensor, places: Places) -> torch.Tensor:
-    """A bias of positions [B, H, P, R] for queries and keys, [B, H, S, K]; NaN beyond those."""
+    """A bias of positions [B, H, P, R] for queries and keys, [B, H, S, K]."""
     found = bias[(..., *_indices(bias, places))]
     for dim, (place, size) in enumerate(zip(places, bias.shape[-2:], strict=True)):
         outside = place >= (size if size > 1 else torch.iinfo(place.dtype).max)

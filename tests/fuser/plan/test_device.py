@@ -163,7 +163,8 @@ def test_a_dtype_without_a_rate_is_no_float32() -> None:
         device.seconds(cost, "int8")
 
 
-def test_tests_plan_for_the_cpu_that_the_command_names(request: pytest.FixtureRequest) -> None:
+def test_tests_see_no_gpu_and_plan_for_the_cpu_that_the_command_names(request: pytest.FixtureRequest) -> None:
+    assert torch.cuda.is_available() == (request.config.option.markexpr == "gpu")
     plan = Sequential(ops.LayerNorm(8)).plan(torch.randn(3, 8))
     assert plan.device == CPUS[request.config.getoption("--cpu")]
 

@@ -15,7 +15,7 @@ from te_fuser.fuser.steps.step import Step
 from te_fuser.fusions.match import Match
 from te_fuser.recipe import Float8BlockScaling, Format, QParams, Recipe
 from tests.fusions.emulated_gpu import on_an_emulated_gpu as on_an_emulated_gpu
-from tests.kernels.test_packed_heads_float8 import ATTENTION
+from tests.kernels.packed_cases import ATTENTION
 from tests.needs import needs_compiler
 
 IN, WIDE, ROWS = 128, 256, 132

@@ -10,9 +10,8 @@ import torch
 
 import te_fuser
 from tests import fake_cublaslt
-from tests.fake_cublaslt import FakeCublasLt
+from tests.fake_cublaslt import FakeCublasLt, a_new_process
 from tests.fake_cuda import FakeDriver
-from tests.kernels.cublaslt.process import a_new_process
 
 
 @pytest.fixture

@@ -80,14 +80,6 @@ def test_values(cublaslt: FakeCublasLt, dtype: torch.dtype, rows: tuple[int, ...
         assert cublaslt.products == 11
 
 
-def test_epilogues_of_gelu(cublaslt: FakeCublasLt) -> None:
-    x, w, b, dy = values(ROWS, IN), values(IN, IN, seed=1), values(IN, seed=3), values(ROWS, IN, seed=2)
-    y, aux = products.configured("forward_bias_gelu_aux", x.dtype, x.dtype).make(x, w, b)
-    close(y, gelu(x.double() @ w.double().T + b.double()))
-    want = gelu_backward(dy.double() @ w.double(), aux.double())
-    close(products.configured("dgrad_dgelu", x.dtype, x.dtype).make(dy, w, aux), want)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("out_dtype", [torch.float32, None])
 def test_accumulation(cublaslt: FakeCublasLt, dtype: torch.dtype, out_dtype: torch.dtype | None) -> None:
@@ -314,23 +306,6 @@ def test_its_arguments_are_named() -> None:
     assert repr(product) == "<CudaMatmul matmul_forward_bias_gelu_aux, bfloat16, epilogue gelu_aux_bias>"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"epilogue": "swiglu"}, "the epilogue 'swiglu' is unknown .known: none, bias, relu_bias"),
-        ({"add": "beta"}, "add is 'none', 'out' or 'c', got 'beta'"),
-        ({"out_dtype": "float64"}, "its dtypes are float32, bfloat16 and float16, got float64"),
-        ({"out_dtype": "uint8"}, "its dtypes are float32, bfloat16 and float16, got uint8"),
-        ({"out_dtype": "float8_e4m3fn"}, "its dtypes are float32, bfloat16 and float16, got float8_e4m3fn"),
-    ],
-)
-def test_wrong_configurations(options: dict[str, str], message: str) -> None:
-    with pytest.raises(ValueError, match=f"product 'p': {message}"):
-        _native.CudaMatmul("p", "bfloat16", **options)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="products are in bfloat16, float16, float32, got float64"):
-        products.configured("forward", torch.float64, torch.float64)
-
-
 def wrong_calls() -> dict[str, tuple[Callable[[], object], type[Exception], str]]:
     x, w, out = values(ROWS, IN), values(OUT, IN), torch.empty(ROWS, OUT)
     forward = products.configured("forward", torch.float32, torch.float32)
@@ -338,6 +313,11 @@ def wrong_calls() -> dict[str, tuple[Callable[[], object], type[Exception], str]
     add = products.configured("forward_add", torch.float32, torch.float32)
     onto = products.configured("wgrad_onto", torch.float32, torch.float32)
     return {
+        "float64": (
+            lambda: products.configured("forward", torch.float64, torch.float64),
+            TypeError,
+            "products are in bfloat16, float16, float32, got float64",
+        ),
         "few": (lambda: forward((x, w)), ValueError, "takes 3 tensors, got 2"),
         "no tuple": (lambda: forward(x), TypeError, "takes one tuple of tensors, got Tensor"),
         "no tensor": (lambda: forward((x, w, None)), TypeError, "tensor 2 must be a plain torch.Tensor"),

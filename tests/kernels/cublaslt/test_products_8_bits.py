@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from te_fuser.recipe import OwnScales, QParams
 from tests.fake_cublaslt import FakeCublasLt
 from tests.float8 import E4M3, E5M2
 from tests.needs import needs_compiler
-from tests.refused import refusals
 
 M, N, K = 7, 12, 48
 PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)]
@@ -198,86 +196,62 @@ def test_machines(cublaslt: FakeCublasLt, monkeypatch: pytest.MonkeyPatch) -> No
     assert products.obstacle_on(device, (9, 0)) is None
 
 
-A, B, ONE = torch.zeros(M, K).to(E4M3), torch.zeros(N, K).to(E4M3), torch.ones(())
-PLAIN = {"transpose_b": True, "out_dtype": "float32"}
-
-
-def blocks_of(a: str, b: str, fast: bool = False) -> Callable[[], _native.CudaMatmul]:
-    return lambda: _native.CudaMatmul(
-        "p", "float8_e4m3fn", transpose_b=True, out_dtype="float32", fast_accumulation=fast, scales_a=a, scales_b=b
-    )
-
-
-REFUSED = {
-    "two in E5M2": (
-        lambda: _native.CudaMatmul("p", "float8_e5m2", **PLAIN), ValueError, "one of its factors is float8_e4m3fn"
+ALONG = {"transpose_b": True, "out_dtype": "float32"}
+BY_ROWS = {"scales_a": "rows", "scales_b": "rows"}
+IN_E4M3 = "float8_e4m3fn"
+# The dtype of the first factor, how the product is configured, and the words.
+CONFIGURED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "epilogue": (
+        "bfloat16",
+        {"epilogue": "swiglu"},
+        "product 'p': the epilogue 'swiglu' is unknown .known: none, bias, ",
     ),
-    "one of 8 bits": (
-        lambda: _native.CudaMatmul("p", "float8_e5m2", b_dtype="bfloat16", **PLAIN), ValueError, "both of 8 bits"
-    ),
-    "two dtypes": (
-        lambda: _native.CudaMatmul("p", "float32", b_dtype="bfloat16"), ValueError, "of one dtype, or both of 8 bits"
-    ),
-    "in 8 bits": (
-        lambda: _native.CudaMatmul("p", "float8_e4m3fn", transpose_b=True), ValueError, "float16, got float8_e4m3fn"
-    ),
-    "lying otherwise": (
-        lambda: native("plain", E4M3, E4M3, torch.float32, transposes=(False, False)).make(
-            A, torch.zeros(A.shape[1], 16).to(E4M3), ONE, ONE
-        ),
-        RuntimeError,
-        "CUBLAS_STATUS_NOT_SUPPORTED",
-    ),
-    "fast": (
-        lambda: _native.CudaMatmul("p", "bfloat16", fast_accumulation=True), ValueError, "is for factors of 8 bits"
-    ),
-    "15 in a row": (
-        lambda: native("plain", E4M3, E4M3, torch.float32).make(
-            A[:, :15], B[:, :15], ONE, ONE
-        ),
-        ValueError,
-        "a has 15 numbers of 8 bits in a row; cuBLASLt takes multiples of 16",
-    ),
-    "several scales": (
-        lambda: native("plain", E4M3, E4M3, torch.float32).make(A, B, torch.ones(2), ONE),
-        ValueError,
-        "scale_a is one number",
-    ),
-    "scales": (
-        lambda: _native.CudaMatmul("p", "float8_e4m3fn", scales_a="columns", **PLAIN), ValueError, "'one', 'rows' or"
-    ),
-    "scales of wide factors": (
-        lambda: _native.CudaMatmul("p", "float32", scales_a="rows", scales_b="rows"), ValueError, "of factors of 8 bits"
-    ),
-    "blocks of one": (
-        lambda: _native.CudaMatmul("p", "float8_e4m3fn", scales_a="rows", **PLAIN), ValueError, "for each block, or"
-    ),
-    "squares twice": (blocks_of("squares", "squares"), ValueError, "got squares twice"),
-    "blocks lying otherwise": (
-        lambda: _native.CudaMatmul("p", "float8_e4m3fn", out_dtype="float32", scales_a="rows", scales_b="rows"),
-        ValueError,
-        "a scale for each block lie along",
-    ),
-    "fast blocks": (blocks_of("rows", "rows", fast=True), ValueError, "sums over blocks are not fast"),
-    "too few scales": (
-        lambda: blocks_of("rows", "squares")().make(A[:4], B, torch.ones(1, 4), torch.ones(1, 1)),
-        ValueError,
-        "scale_b has 1 numbers and must have 4",
-    ),
-    "too many scales": (
-        lambda: blocks_of("rows", "rows")().make(A[:4], B, torch.ones(2, 4), torch.ones(1, N)),
-        ValueError,
-        "scale_a has 8 numbers and must have 4",
-    ),
-    "fours of rows": (
-        lambda: blocks_of("rows", "rows")().make(A, B, torch.ones(1, M), torch.ones(1, N)),
-        RuntimeError,
-        "NOT_SUPPORTED",
-    ),
+    "add": ("bfloat16", {"add": "beta"}, "product 'p': add is 'none', 'out' or 'c', got 'beta'"),
+    **{
+        f"to {out}": ("bfloat16", {"out_dtype": out}, f"'p': its dtypes are float32, bfloat16 and float16, got {out}")
+        for out in ("float64", "uint8", IN_E4M3)
+    },
+    "two in E5M2": ("float8_e5m2", ALONG, "one of its factors is float8_e4m3fn"),
+    "one of 8 bits": ("float8_e5m2", {"b_dtype": "bfloat16", **ALONG}, "both of 8 bits"),
+    "two dtypes": ("float32", {"b_dtype": "bfloat16"}, "of one dtype, or both of 8 bits"),
+    "in 8 bits": (IN_E4M3, {"transpose_b": True}, "float16, got float8_e4m3fn"),
+    "fast": ("bfloat16", {"fast_accumulation": True}, "is for factors of 8 bits"),
+    "scales": (IN_E4M3, {"scales_a": "columns", **ALONG}, "'one', 'rows' or"),
+    "scales of wide factors": ("float32", BY_ROWS, "of factors of 8 bits"),
+    "blocks of one": (IN_E4M3, {"scales_a": "rows", **ALONG}, "for each block, or"),
+    "squares twice": (IN_E4M3, {"scales_a": "squares", "scales_b": "squares", **ALONG}, "got squares twice"),
+    "blocks lying otherwise": (IN_E4M3, {"out_dtype": "float32", **BY_ROWS}, "a scale for each block lie along"),
+    "fast blocks": (IN_E4M3, {"fast_accumulation": True, **BY_ROWS, **ALONG}, "sums over blocks are not fast"),
+}
+A, B, ONE, ones = torch.zeros(M, K).to(E4M3), torch.zeros(N, K).to(E4M3), torch.ones(()), torch.ones
+OF_ROWS = {"scales": ("rows", "rows")}
+# The form of a product, its tensors, the error and the words.
+RUNS: dict[str, tuple[dict[str, Any], tuple[torch.Tensor, ...], type[Exception], str]] = {
+    "lying otherwise": ({"transposes": (False, False)}, (A, ones(K, 16).to(E4M3), ONE, ONE), RuntimeError,
+     "CUBLAS_STATUS_NOT_SUPPORTED"),
+    "15 in a row": ({}, (A[:, :15], B[:, :15], ONE, ONE), ValueError,
+     "a has 15 numbers of 8 bits in a row; cuBLASLt takes multiples of 16"),
+    "several scales": ({}, (A, B, ones(2), ONE), ValueError, "scale_a is one number"),
+    "too few scales": ({"scales": ("rows", "squares")}, (A[:4], B, ones(1, 4), ones(1, 1)), ValueError,
+     "scale_b has 1 numbers and must have 4"),
+    "too many scales": (OF_ROWS, (A[:4], B, ones(2, 4), ones(1, N)), ValueError,
+     "scale_a has 8 numbers and must have 4"),
+    "fours of rows": (OF_ROWS, (A, B, ones(1, M), ones(1, N)), RuntimeError, "NOT_SUPPORTED"),
 }  # fmt: skip
 
 
-test_refused_in_words = pytest.mark.usefixtures("cublaslt")(refusals(REFUSED))
+@pytest.mark.parametrize("name", CONFIGURED)
+def test_wrong_configurations(name: str) -> None:
+    dtype, options, words = CONFIGURED[name]
+    with pytest.raises(ValueError, match=words):
+        _native.CudaMatmul("p", dtype, **options)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_wrong_calls(name: str, cublaslt: FakeCublasLt) -> None:
+    form, tensors, error, words = RUNS[name]
+    with pytest.raises(error, match=words):
+        native("plain", E4M3, E4M3, torch.float32, **form).make(*tensors)
 
 
 pytestmark = needs_compiler

@@ -1,22 +1,31 @@
-"""The store of measured algorithms: what comes back, what a product makes of it when it first meets a problem."""
+"""Measured algorithms: what is kept, what a product makes of it, and how products of 8 bits are tuned."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from te_fuser import _native
+import te_fuser
+from te_fuser import Sequential, _native, ops
+from te_fuser.fuser.tune import tune as tuning
 from te_fuser.kernels.cublaslt import products, tuned
+from te_fuser.kernels.cublaslt import tuning as module
 from te_fuser.kernels.cublaslt.tuned import ProductForm, ProductProblem, TunedAlgorithm, TunedProducts
-from tests.fake_cublaslt import FakeCublasLt
+from te_fuser.kernels.cublaslt.tuning import example, places_of, tune_products
+from te_fuser.quantization import microbatch, states
+from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from tests.fake_cublaslt import FakeCublasLt, a_new_process
 from tests.float8 import E4M3, E5M2
-from tests.kernels.cublaslt.process import a_new_process
+from tests.fusions.emulated_gpu import on_an_emulated_gpu  # noqa: F401
+from tests.needs import needs_compiler
 
 BF16, F32 = torch.bfloat16, torch.float32
 PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)]
@@ -36,9 +45,9 @@ def run_wide() -> None:
     products.configured("forward", F32, F32)((X, W, OUT))
 
 
-def run_narrow(fast: bool = True) -> None:
+def run_narrow(fast: bool = True, x: torch.Tensor = X8) -> None:
     """Product x W^T of 8 bits; without `fast` by the one that sums in float32."""
-    products.product_of(products.form_of_8("plain", E4M3, E4M3, F32, fast))((X8, W8, ONE, ONE, OUT))
+    products.product_of(products.form_of_8("plain", E4M3, E4M3, F32, fast))((x, W8, ONE, ONE, OUT))
 
 
 # By form: the same problem again, another problem, another product.
@@ -198,3 +207,122 @@ def test_damaged_entry_counts_as_none(entry: dict[str, object], tmp_path: Path) 
     path = tmp_path / "gpu.json"
     path.write_text(json.dumps({"format": 1, "entries": {"a": entry}}))
     assert TunedProducts(path).find("a") is None
+
+
+@pytest.fixture(autouse=True)
+def as_long_alone(a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On that GPU every algorithm takes as long as another one alone."""
+    monkeypatch.setattr(module, "_seconds_of", lambda place: [1.0] * len(place.algorithms))
+    a_new_process()
+    yield
+    a_new_process()
+
+
+def ones(*shape: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
+    return torch.ones(*shape).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("kind", "transposes", "scales"),
+    [
+        *itertools.product(products.KINDS_8, LAYOUTS, [("one", "one")]),
+        *itertools.product(("plain", "onto"), LAYOUTS[:1], BLOCKS),
+    ],
+)
+def test_an_example_is_the_very_problem(
+    cublaslt: FakeCublasLt, kind: str, transposes: tuple[bool, bool], scales: tuple[str, str]
+) -> None:
+    """Also where rows lie apart; with as many scales as the product wants."""
+    cublaslt.any_layout, (m, n, k) = 1, (16, 48, 1280)
+    for a, b in PAIRS:
+        form = products.form_of_8(kind, a, b, F32, False, transposes, scales)
+        product = products.product_of(form)
+        counts = [module._scales(lie, rows, k) for lie, rows in zip(scales, (m, n), strict=True)]
+        shapes = (k, m) if transposes[0] else (m, k), (n, k) if transposes[1] else (k, n)
+        for apart in (0, 16):
+            wide = ones(shapes[0][0], shapes[0][1] + apart, dtype=a)[:, : shapes[0][1]]
+            tensors = [wide, ones(*shapes[1], dtype=b), *map(torch.ones, counts)]
+            tensors += [torch.empty(m, n + apart)[:, :n], *([torch.ones(n)] if kind == "bias" else [])]
+            problem = ProductProblem(*product.problem(tuple(tensors)))
+            made = example(product, form, problem, torch.device("cpu"))
+            assert product.problem(made) == problem
+            product(made)
+
+
+def test_products_of_all_dtypes_are_tuned_together(cublaslt: FakeCublasLt) -> None:
+    def model() -> None:
+        run_wide()
+        run_narrow()
+
+    def contest(first: Any, second: Any) -> float:
+        return 0.9 if sorted(cublaslt.algorithms_of(second)) == [1, 2] else 1.0
+
+    tried = tune_products(model, contest, 0.005)
+    places = ["forward float32 5x6x32", f"{NARROW} 5x6x32"]
+    assert [str(p) for p in places_of(model)] == places
+    assert {(t.place, t.choice) for t in tried} == {(p, c) for p in places for c in ("#2", "#3")} | {
+        ("algorithms of products together", "all")
+    }
+    assert [(t.place, t.choice) for t in tried if t.taken][0] == (places[0], "#2")
+
+
+def test_ranks_have_their_places_in_one_order(cublaslt: FakeCublasLt) -> None:
+    """Whatever their GPUs are numbered, and whichever problem each met first."""
+    others = [ones(5, 64)[:, :32], X8]
+    for order in (others, others[::-1]):
+        a_new_process()
+
+        def model(order: list[torch.Tensor] = order) -> None:
+            for x in order:
+                run_narrow(x=x)
+
+        assert [p.problem.a_stride for p in places_of(model)] == [32, 64]
+
+
+# ---- in a region -------------------------------------------------------------------------------------------------
+
+RECIPES = {"delayed": DelayedScaling(amax_history_len=2), "kept": DelayedScaling(amax_history_len=2)}
+RECIPES |= {"current": Float8CurrentScaling(), "blocks": Float8BlockScaling()}  # type: ignore[dict-item]
+
+
+@needs_compiler
+@pytest.mark.usefixtures("on_an_emulated_gpu")
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_model_is_tuned_in_a_region(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its three products by another algorithm, which is named and kept; its scales, weights and results stay."""
+    recipe = RECIPES[name]
+    monkeypatch.setattr(module, "MOST_IN_PLACE", 1)
+    monkeypatch.setattr(tuning, "_contest_on", lambda *given: _gaining)
+    for others in ("_schedule_trials", "_candidates"):  # which are not measured here
+        monkeypatch.setattr(tuning, others, lambda *given: [])
+    model, x = Sequential(ops.LayerNorm(128), ops.Linear(128, 256)).to(BF16), torch.randn(16, 128).to(BF16)
+    x.requires_grad_()
+
+    def results(first: bool | None = None) -> list[torch.Tensor]:
+        with te_fuser.autocast(recipe=recipe), microbatch(first):
+            y = model(x)
+        return [y.detach(), *torch.autograd.grad(y, [x, *model.parameters()], torch.ones_like(y))]
+
+    first = None if name != "kept" else False
+    results(None if first is None else True)
+    before, held = results(first), _state(model)
+    with te_fuser.autocast(recipe=recipe), microbatch(first):
+        report = model.tune(x)
+        said = str(model.explain(x, details=True))
+    tried = [t for t in report.trials if t.choice == "#2"]
+    assert [t.place[:9] for t in tried] == ["quantized"] * 3 and all(t.taken for t in tried), report
+    said = re.sub("\\s+", " ", said)
+    assert said.count("algorithm: tuned: candidate 2") == (2 if name == "blocks" else 3), said
+    assert _state(model) == held
+    for after, exact in zip(results(first), before, strict=True):
+        assert torch.equal(after, exact)
+
+
+def _gaining(first: Any, second: Any, effort: object) -> float:
+    for call in (first, second):
+        call()
+    return 0.9
+
+
+def _state(model: torch.nn.Module) -> dict[str, tuple[float, list[float]]]:
+    return {name: (float(scale), history.tolist()) for name, (scale, history) in states(model).items()}

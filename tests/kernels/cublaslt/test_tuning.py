@@ -18,12 +18,11 @@ from te_fuser.kernels.cublaslt import tuning as module
 from te_fuser.kernels.cublaslt.tuned import ProductProblem, found_for, store_on
 from te_fuser.kernels.cublaslt.tuning import PlacedProduct, example, places_of, tune_products
 from te_fuser.kernels.tuning_trials import Deciding, Trial
-from tests.fake_cublaslt import FakeCublasLt
-from tests.kernels.cublaslt.process import a_new_process
+from tests.fake_cublaslt import FakeCublasLt, a_new_process
 
 SECONDS_OF = module._seconds_of
 F32 = torch.float32
-FORWARD, DGRAD = products.form_of("forward", F32, F32), products.form_of("dgrad", F32, F32)
+FORWARD = products.form_of("forward", F32, F32)
 
 
 @pytest.fixture(autouse=True)
@@ -70,13 +69,6 @@ class Times:
         return self.of(second) / before
 
 
-def algorithms_of(library: FakeCublasLt, call: Callable[[], None]) -> list[int]:
-    """Algorithms that a call runs."""
-    library.by_algorithm[:] = [0] * 4
-    call()
-    return [k for k in range(4) for _ in range(library.by_algorithm[k])]
-
-
 def kept() -> list[str]:
     """Entries on disk for the two problems."""
     return [str(found_for(p.form, p.problem)) for p in sorted(places_of(model), key=str, reverse=True)]
@@ -105,27 +97,27 @@ def test_what_makes_the_model_faster_is_taken_and_kept(library: FakeCublasLt) ->
         ("algorithms of products together", "all", True, ""),
     ]
     assert [round(t.ratio or 0, 4) for t in tried] == [0.99, 0.9596, 0.9895, 0.9574, 0.9]
-    assert algorithms_of(library, model) == [3, 3] and kept() == ["tuned: candidate 3"] * 2
+    assert library.algorithms_of(model) == [3, 3] and kept() == ["tuned: candidate 3"] * 2
     a_new_process()
-    assert algorithms_of(library, model) == [3, 3]
+    assert library.algorithms_of(model) == [3, 3]
 
 
 def test_each_problem_has_a_choice_of_its_own(library: FakeCublasLt) -> None:
     def contest(first: Callable[[], None], second: Callable[[], None]) -> float:
-        ran = algorithms_of(library, second)
+        ran = library.algorithms_of(second)
         return {(1, 2): 0.99, (2, 3): 0.98}.get((ran[0], ran[1]), 1.0)
 
     tried = tune_products(model, contest, 0.005)
     assert [(t.choice, t.taken) for t in tried if t.taken] == [("#2", True), ("#3", True), ("all", True)]
     a_new_process()
-    assert algorithms_of(library, small) == [2] and algorithms_of(library, model) == [2, 3]
+    assert library.algorithms_of(small) == [2] and library.algorithms_of(model) == [2, 3]
 
 
 def test_what_gains_less_than_the_margin_is_not_taken(library: FakeCublasLt) -> None:
     times = Times(library, {2: 0.995, 3: 1.1})
     tried = tune_products(model, times.contest, 0.005)
     assert len(tried) == 4 and not any(t.taken for t in tried) and times.contests == 4
-    assert algorithms_of(library, model) == [1, 1] and kept() == ["None"] * 2
+    assert library.algorithms_of(model) == [1, 1] and kept() == ["None"] * 2
 
 
 def test_choices_that_are_not_faster_together_are_dropped(library: FakeCublasLt) -> None:
@@ -133,7 +125,7 @@ def test_choices_that_are_not_faster_together_are_dropped(library: FakeCublasLt)
     tried = tune_products(model, lambda first, second: next(ratios), 0.005)
     assert [t.reason for t in tried] == ["together not faster", "", "together not faster", "", ""]
     assert not any(t.taken for t in tried)
-    assert algorithms_of(library, model) == [1, 1] and kept() == ["None"] * 2
+    assert library.algorithms_of(model) == [1, 1] and kept() == ["None"] * 2
 
 
 def test_what_computes_something_else_is_refused(library: FakeCublasLt) -> None:
@@ -141,8 +133,8 @@ def test_what_computes_something_else_is_refused(library: FakeCublasLt) -> None:
 
     def reason_not(within: AbstractContextManager[None]) -> str:
         with within:
-            tried = algorithms_of(library, model)
-        assert algorithms_of(library, model) == [1, 1]
+            tried = library.algorithms_of(model)
+        assert library.algorithms_of(model) == [1, 1]
         return "wrong" if 3 in tried else ""
 
     tried = tune_products(model, Times(library, {2: 0.9, 3: 0.1}).contest, 0.005, reason_not)
@@ -150,27 +142,27 @@ def test_what_computes_something_else_is_refused(library: FakeCublasLt) -> None:
         ("#3", True, False, "wrong"), ("#2", False, True, ""), ("#3", True, False, "wrong"), ("#2", False, True, ""),
         ("all", False, True, ""),
     ]  # fmt: skip
-    assert algorithms_of(library, model) == [2, 2] and kept() == ["tuned: candidate 2"] * 2
+    assert library.algorithms_of(model) == [2, 2] and kept() == ["tuned: candidate 2"] * 2
 
 
 def test_tuning_again_starts_afresh(library: FakeCublasLt) -> None:
     tune_products(model, Times(library, {3: 0.9}).contest, 0.005)
-    assert algorithms_of(library, model) == [3, 3]
+    assert library.algorithms_of(model) == [3, 3]
     first = Times(library, {1: 0.9})
     tried = tune_products(model, first.contest, 0.005)
     assert [t.choice for t in tried] == ["#2", "#3", "#2", "#3"] and not any(t.taken for t in tried)
-    assert algorithms_of(library, model) == [1, 1] and kept() == ["None"] * 2
+    assert library.algorithms_of(model) == [1, 1] and kept() == ["None"] * 2
 
 
 def test_an_error_on_the_way_leaves_the_first_guesses(library: FakeCublasLt) -> None:
     def contest(first: Callable[[], None], second: Callable[[], None]) -> float:
-        if algorithms_of(library, second) == [1, 3]:
+        if library.algorithms_of(second) == [1, 3]:
             raise KeyboardInterrupt
         return 0.9
 
     with pytest.raises(KeyboardInterrupt):
         tune_products(model, contest, 0.005)
-    assert algorithms_of(library, model) == [1, 1] and kept() == ["None"] * 2
+    assert library.algorithms_of(model) == [1, 1] and kept() == ["None"] * 2
 
 
 def test_where_another_rank_decides(library: FakeCublasLt) -> None:
@@ -184,7 +176,7 @@ def test_where_another_rank_decides(library: FakeCublasLt) -> None:
     tried = tune_products(model, times.contest, 0.005, deciding=Deciding(first, False))
     assert [(t.choice, t.taken) for t in tried] == [("#3", True), ("#3", True), ("all", True)]
     assert asked == [(f"algorithms of {p}", [1, 2]) for p in ("forward float32 5x6x8", "dgrad float32 5x3x6")]
-    assert algorithms_of(library, model) == [3, 3] and kept() == ["None"] * 2
+    assert library.algorithms_of(model) == [3, 3] and kept() == ["None"] * 2
 
 
 # ---- what is not worth trying ------------------------------------------------------------------------------------
@@ -227,7 +219,7 @@ def test_each_candidate_is_timed_and_the_first_one_left_in_force(
     library.by_algorithm[:] = [0] * 4
     assert SECONDS_OF(place) == pytest.approx([0.03, 0.02, 0.01])
     assert list(library.by_algorithm) == [0, 10, 10, 10]
-    assert algorithms_of(library, small) == [1]
+    assert library.algorithms_of(small) == [1]
 
 
 # ---- numbers to time a candidate on ------------------------------------------------------------------------------
@@ -285,7 +277,7 @@ def test_tune_lists_the_algorithms_that_it_tried(library: FakeCublasLt, monkeypa
     with torch.no_grad():
         y = linear(x)
         report = linear.tune(x, margin=0.05)
-        assert torch.equal(linear(x), y) and algorithms_of(library, lambda: linear(x)) == [2]
+        assert torch.equal(linear(x), y) and library.algorithms_of(lambda: linear(x)) == [2]
     found = [t for t in report.trials if t.place.startswith(("forward", "algorithms"))]
     assert [(t.choice, t.taken) for t in found] == [("#2", True), ("#3", False), ("all", True)]
     lines = [line.split() for line in str(report).splitlines()]
@@ -329,7 +321,7 @@ def test_a_wrong_algorithm_is_refused(library: FakeCublasLt, monkeypatch: pytest
     (wrong,) = (t for t in report.trials if t.choice == "#3")
     assert wrong.ratio is None and not wrong.taken
     assert wrong.reason.startswith("differs from the default: output")
-    assert algorithms_of(library, small) == [1]
+    assert library.algorithms_of(small) == [1]
 
 
 def test_explain_names_the_algorithm(library: FakeCublasLt) -> None:

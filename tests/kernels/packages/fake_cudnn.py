@@ -27,36 +27,22 @@ class GraphNotSupported(Exception):
 
 
 class Described:
-    """A tensor of a graph."""
+    """A tensor of a graph, whose setters give it back."""
 
     def __init__(self, uid, dim=(), stride=(), data_type=None):
-        self.uid, self.dim, self.stride, self.data_type, self.is_output = (
-            uid,
-            tuple(dim),
-            tuple(stride),
-            data_type,
-            False,
-        )
+        self.uid, self.data_type, self.output = uid, data_type, False
+        self.dim, self.stride = tuple(dim), tuple(stride)
 
-    def set_output(self, value):
-        self.is_output = value
-        return self
+    def __getattr__(self, name):
+        prefix, _, field = name.partition("_")
+        if prefix != "set" or field not in vars(self):
+            raise AttributeError(name)
 
-    def set_uid(self, uid):
-        self.uid = uid
-        return self
+        def set_to(value):
+            setattr(self, field, tuple(value) if field in ("dim", "stride") else value)
+            return self
 
-    def set_dim(self, dim):
-        self.dim = tuple(dim)
-        return self
-
-    def set_stride(self, stride):
-        self.stride = tuple(stride)
-        return self
-
-    def set_data_type(self, data_type):
-        self.data_type = data_type
-        return self
+        return set_to
 
 
 class Graph:
@@ -92,19 +78,8 @@ class Graph:
         return alignment, (None if left is None else left - 1, right)
 
     def sdpa_backward(
-        self,
-        *,
-        q,
-        k,
-        v,
-        o,
-        dO,
-        stats,
-        attn_scale,
-        use_causal_mask=None,
-        dropout=None,
-        **choices,  # noqa: N803
-    ):
+        self, *, q, k, v, o, dO, stats, attn_scale, use_causal_mask=None, dropout=None, **choices,  # noqa: N803
+    ):  # fmt: skip
         assert self.node is None and stats.data_type == "FLOAT" and stats.dim == (*q.dim[:3], 1)
         self.read = {"q": q, "k": k, "v": v, "o": o, "dO": dO, "stats": stats}
         self.node, self.dropout = (attn_scale, use_causal_mask), dropout
@@ -121,7 +96,7 @@ class Graph:
 
     def validate(self):
         self._step("validate")
-        assert all(t.is_output and len(t.dim) == 4 for t in self.made)
+        assert all(t.output and len(t.dim) == 4 for t in self.made)
 
     def build_operation_graph(self):
         self._step("build_operation_graph")

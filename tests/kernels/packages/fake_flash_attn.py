@@ -53,24 +53,10 @@ def forward_of(package):
     """Its forward: causal calls by one kernel, all others by that of windows, caps, sinks and lengths."""
 
     def _flash_attn_fwd(
-        q,
-        k,
-        v,
-        qv=None,
-        cu_seqlens_q=None,
-        cu_seqlens_k=None,
-        seqused_q=None,
-        seqused_k=None,
-        softmax_scale=None,
-        causal=False,
-        softcap=None,
-        window_size_left=None,
-        window_size_right=None,
-        learnable_sink=None,
-        return_lse=False,
-        out=None,
-        lse=None,
-    ):
+        q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, softmax_scale=None,
+        causal=False, softcap=None, window_size_left=None, window_size_right=None, learnable_sink=None,
+        return_lse=False, out=None, lse=None,
+    ):  # fmt: skip
         assert return_lse and not q.requires_grad and lse.is_contiguous()
         package.entered += 1
         ragged = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
@@ -93,27 +79,10 @@ def backward_of(package):
     """Its backward, likewise."""
 
     def _flash_attn_bwd(
-        q,
-        k,
-        v,
-        out,
-        dout,
-        lse,
-        softmax_scale=None,
-        causal=False,
-        softcap=0.0,
-        window_size_left=None,
-        window_size_right=None,
-        cu_seqlens_q=None,
-        cu_seqlens_k=None,
-        seqused_q=None,
-        seqused_k=None,
-        deterministic=False,
-        dq=None,
-        dk=None,
-        dv=None,
-        learnable_sink=None,
-    ):
+        q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+        window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
+        deterministic=False, dq=None, dk=None, dv=None, learnable_sink=None,
+    ):  # fmt: skip
         assert lse.is_contiguous() and not deterministic
         assert lse.shape == (*q.shape[:-3], q.shape[-2], q.shape[-3])
         package.entered += 1

@@ -1,4 +1,4 @@
-"""Products of quack-kernels, with a package that computes on the CPU."""
+"""Products of quack-kernels, of 16 and of 8 bits, with packages that compute on the CPU."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from te_fuser.kernels.packages import quack
-from tests.kernels.packages import fake_quack
+from tests.kernels.packages import fake_quack, fake_quack_float8
 from tests.kernels.packages.fake_packages import behind, odd, turned
 from tests.kernels.packages.fake_quack import gelu, swiglu
 from tests.twins import tensor
 
-CONFIG, EPILOGUES, FRONTEND = quack._CONFIG, quack._EPILOGUES, quack._FRONTEND
+CONFIG, EPILOGUES = quack._CONFIG, quack._EPILOGUES
 
 
 @pytest.fixture
@@ -260,3 +260,93 @@ def test_what_fails_in_a_run_is_raised_in_words(package):
         with pytest.raises(torch.OutOfMemoryError, match="full"):
             run()
     assert not len(quack.runs)
+
+
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+SIZES_8 = (((1,), 64, 64), ((3, 7), 144, 80), ((), 16, 32), ((129,), 16, 48), ((0, 4), 64, 128), ((2, 0), 32, 16))
+
+
+@pytest.fixture
+def package_8(monkeypatch):
+    """A package in place."""
+    yield fake_quack_float8.in_place(monkeypatch)
+    fake_quack_float8.forget()
+
+
+def tensors_8(rows, inner, outer):
+    """x, W, what they are multiplied by, and b."""
+    rng = torch.Generator().manual_seed(3)
+    x, w, b = (torch.randn(*shape, generator=rng) for shape in ((*rows, inner), (outer, inner), (outer,)))
+    a = torch.tensor(1 / 90)
+    return (x * 90).to(E4M3), (w * 90).to(E4M3), a, a * inner**-0.5, b.to(BF16)
+
+
+@pytest.mark.parametrize(("rows", "inner", "outer"), SIZES_8)
+def test_values_of_8_bits(rows, inner, outer, package_8):
+    given, scale, amax = tensors_8(rows, inner, outer), torch.tensor(300.0), torch.tensor(0.5)
+    x, w, a, b, bias = (t.double() for t in given)
+    exact = x @ w.t() * (a * b) + bias
+    h = quack.linear_bias_8(*given)
+    assert h.dtype == BF16 and torch.equal(h, exact.bfloat16())
+    addend = 10 * torch.randn(h.shape, generator=torch.Generator().manual_seed(4)).bfloat16()
+    total = quack.linear_bias_add_8(*given, addend)
+    assert total.dtype == BF16 and torch.equal(total, (exact + addend.double()).bfloat16())
+    y, before = quack.linear_bias_gelu_aux_8(*given, scale, amax)
+    assert torch.equal(before, h) and y.dtype == E4M3 and y.shape == h.shape
+    wanted = gelu(h.double())
+    assert torch.equal(y.float(), (wanted * scale).float().clamp(-448, 448).to(E4M3).float())
+    assert torch.equal(quack.linear_bias_gelu_8(*given, scale).float(), y.float())
+    assert amax == max([0.5, *wanted.abs().flatten().tolist()]) or torch.isclose(amax.double(), wanted.abs().max())
+    assert all(t.is_contiguous() for t in (h, total, y, before)) and len(package_8.calls) == (4 if h.numel() else 0)
+
+
+def test_a_form_of_8_bits_is_planned_once_whatever_lies_in_it(package_8):
+    given, scale = tensors_8((5, 3), 64, 48), torch.tensor(1.0)
+    for _ in range(2):
+        quack.linear_bias_8(*given)
+        quack.linear_bias_add_8(*given, torch.zeros(5, 3, 48, dtype=BF16))
+        quack.linear_bias_gelu_8(*given, scale)
+        quack.linear_bias_gelu_aux_8(*given, scale, torch.zeros(()))
+    first = ["sum_with_bias", "sum_with_bias_and_addend", "gelu_in_8_bits_alone", "gelu_in_8_bits"]
+    assert package_8.plans == first
+    quack.linear_bias_8(*tensors_8((5, 4), 64, 48))
+    assert len(package_8.plans) == 5
+
+
+@pytest.mark.parametrize("change", [odd, behind, turned])
+def test_what_loads_of_8_bits_cannot_read_is_copied(change, package_8):
+    x, w, a, b, bias = tensors_8((48, 3), 144, 80)
+    want = quack.linear_bias_8(x, w, a, b, bias)
+    for given in ((change(x), w, bias), (x, change(w), bias), (x, w, change(bias))):
+        assert torch.equal(quack.linear_bias_8(*given[:2], a, b, given[2]), want)
+    assert len(package_8.calls) == 4
+    addend = torch.randn(48, 3, 80).bfloat16()
+    both = quack.linear_bias_add_8(x, w, a, b, bias, addend)
+    assert torch.equal(quack.linear_bias_add_8(x, w, a, b, bias, change(addend)), both)
+
+
+def test_an_error_in_8_bits_says_what_plans_without_it(package_8):
+    package_8.fails = ValueError("no such kernel")
+    with pytest.raises(RuntimeError, match=r"product x W\^T \+ b failed for .*float8_matmul_bias_quack"):
+        quack.linear_bias_8(*tensors_8((2,), 16, 16))
+
+
+def test_a_package_of_8_bits_that_has_changed_is_refused(package_8, monkeypatch):
+    assert quack.unusable_8() is None
+    host = package_8.modules[quack._HOST]
+    for change, words in (
+        (lambda: monkeypatch.delattr(host, "run_gemm_epi_plan"), "it has no run_gemm_epi_plan"),
+        (lambda: setattr(host, "run_gemm_epi_plan", lambda plan, A, B, D, C: None), "takes no epi_values"),  # noqa: N803
+    ):
+        change()
+        quack.unusable_8.cache_clear()
+        assert words in quack.unusable_8()
+    host.run_gemm_epi_plan = package_8.run_gemm_epi_plan
+
+    class Kernels:
+        def __init__(self, fp8_fast_accum=False):
+            self.fast = fp8_fast_accum
+
+    package_8.modules[quack._HOPPER].GemmSm90 = Kernels
+    quack.unusable_8.cache_clear()
+    assert "has no fp8_slow_accum" in quack.unusable_8()
