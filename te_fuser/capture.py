@@ -11,6 +11,7 @@ import torch
 
 from te_fuser.contexts import being
 from te_fuser.distributed.dtensor import own_part
+from te_fuser.fake_tensors import Form, tensor_form
 from te_fuser.fuser.plan.device import capturing
 from te_fuser.fuser.show.measure import asides_undisturbed
 from te_fuser.guards import still_hold
@@ -36,7 +37,7 @@ class GraphedModel:
         self.model = model
         self._replay = replay
         self._names = tuple(samples)[1:]
-        self._samples = {name: _form(t) for name, t in samples.items()}
+        self._samples = {name: tensor_form(t) for name, t in samples.items()}
         self._captured, self._within = _Captured(model), within
 
     def __call__(self, x: torch.Tensor, **inputs: torch.Tensor) -> Any:
@@ -62,9 +63,9 @@ class GraphedModel:
         if given.keys() != self._samples.keys():
             raise ValueError(f"this graph was captured for {', '.join(self._samples)}, got {', '.join(given)}")
         for name, t in given.items():
-            if _form(t) != self._samples[name]:
+            if tensor_form(t) != self._samples[name]:
                 raise ValueError(
-                    f"{name} is {_text(_form(t))}, and the graph was captured for {_text(self._samples[name])}: "
+                    f"{name} is {_text(tensor_form(t))}, and the graph was captured for {_text(self._samples[name])}: "
                     "call cuda_graph once for each shape, or call the model itself"
                 )
 
@@ -98,7 +99,7 @@ class _Captured:
         self._main_grads = [(label, t, address, _over(t)) for label, t in held if (address := _main_grad_at(t))]
 
     def check(self) -> None:
-        """Compare with the model as it is; ValueError naming what is another than at the capture, and what to do."""
+        """Compare with the model at the capture; ValueError says what is another."""
         if [child for m in self._modules for child in m._modules.values()] != self._children:
             raise ValueError("a module of this model was added, removed or replaced since the capture: capture again")
         if [m.training for m in self._modules] != self._modes:
@@ -255,10 +256,6 @@ def _check_devices(model: torch.nn.Module, samples: Mapping[str, torch.Tensor]) 
             raise ValueError(f"cuda_graph captures what runs on a CUDA device; {name} is on {t.device}")
 
 
-def _form(t: torch.Tensor) -> tuple[Any, ...]:
-    return t.shape, t.dtype, t.device, t.requires_grad
-
-
-def _text(form: tuple[Any, ...]) -> str:
+def _text(form: Form) -> str:
     shape, dtype, device, needs = form
     return f"{dtype} {list(shape)} on {device}" + (" with requires_grad" if needs else "")

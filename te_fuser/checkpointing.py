@@ -72,7 +72,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _keeping_a_part(
     function: Callable[..., Any], args: tuple[Any, ...], group: Group
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A function that takes this rank's part of the first argument, which it gathers when it runs again."""
+    """A function of this rank's part of the first argument, which it gathers to run again."""
     x, *others = args or (None,)
     if not isinstance(x, torch.Tensor) or is_dtensor(x):
         raise TypeError(

@@ -161,7 +161,7 @@ _ABSENT = ("missing", "not installed", "refused")
 
 
 def _doctor(chosen: argparse.Namespace) -> int:
-    """Exit status 1 where generated kernels cannot be compiled for the device that models run on."""
+    """Exit status 1 where no kernel can be generated for the device that models run on."""
     import torch
 
     parts = _parts()
@@ -184,7 +184,7 @@ def _doctor(chosen: argparse.Namespace) -> int:
 
 
 def _parts() -> dict[str, str]:
-    """Each thing that te_fuser builds on, optional packages and recipes of FP8 -> its state here."""
+    """State of all that te_fuser builds on, with optional packages and recipes."""
     from te_fuser import recipe
 
     parts = _own_parts() | _optional_parts()
@@ -196,7 +196,7 @@ def _parts() -> dict[str, str]:
 
 
 def _own_parts() -> dict[str, str]:
-    """Each thing that te_fuser builds on -> its version, or what follows where it is missing."""
+    """Version of each thing that te_fuser builds on, or what follows where it is missing."""
     import torch
 
     from te_fuser import _native
@@ -226,7 +226,7 @@ def _own_parts() -> dict[str, str]:
 
 
 def _optional_parts() -> dict[str, str]:
-    """Libraries that PyTorch may bring, and the packages of the extra `hopper` -> whether they fit this machine."""
+    """Fit to this machine of PyTorch's libraries, and of packages of the extra `hopper`."""
     import torch
 
     from te_fuser.fusions.registry import libraries

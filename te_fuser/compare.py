@@ -44,7 +44,7 @@ _NARROWED = torch.finfo(torch.float64).eps / _FLOAT32_EPS
 
 @dataclass(frozen=True)
 class Distance:
-    """Between two tensors: of the elements farthest apart, and the root of the mean square."""
+    """Largest distance of two tensors' elements, and the root of the mean square."""
 
     largest: float = 0.0
     rms: float = 0.0
@@ -65,12 +65,10 @@ class Row:
     """Errors of one tensor in one case, as shares of the tensor's scale.
 
     Attributes:
-        case: what was run.
         tensor: which result: "output", "gradient of input", "gradient of 0.weight", ...
-        error, allowed: the largest error, over the largest magnitude of the exact result.
-        rms_error, rms_allowed: the root of the mean square error, over that of the exact result.
+        error: the largest one, over the largest magnitude of the exact result.
+        rms_error: the root of the mean square one, over that of the exact result.
         note: what is wrong where it is not a matter of accuracy.
-        dtype: the tensor's.
     """
 
     case: str
@@ -119,7 +117,7 @@ def _share(error: float, allowed: float) -> float:
 
 
 def distance(found: torch.Tensor, exact: torch.Tensor) -> Distance:
-    """Distance between two tensors; equal infinities and NaN in the same place are no distance."""
+    """Distance between two tensors; equal infinities and NaN are none."""
     if not exact.numel():
         return Distance()
     pieces = [t.detach().reshape(-1).split(_AT_ONCE) for t in (found, exact)]
@@ -225,7 +223,7 @@ def _settled(rows: list[Row], neighbours: int) -> bool:
 
 
 def _plain(data: Tensors, evaluate: Evaluate, exact: Tensors | None) -> tuple[Tensors, dict[str, Distance]]:
-    """The results of plain PyTorch, and how far they are from exact, which is evaluated where it is not given."""
+    """Results of plain PyTorch, and how far they are from exact ones."""
     shown, exact = evaluate(data, False), exact or evaluate(doubled(data), True)
     erred = {name: distance(t, exact[name]) for name, t in shown.items()}
     if any(t.dtype == torch.float64 for t in data.values()):
@@ -282,7 +280,7 @@ def doubled(data: Tensors) -> dict[str, torch.Tensor]:
 
 
 def neighbour(data: Tensors, number: int, coarsest: float) -> dict[str, torch.Tensor]:
-    """Data with every number moved up or down by an ulp (of the coarsest dtype), or left as it is."""
+    """Data with every number moved by an ulp of the coarsest dtype, or left as it is."""
     rng = torch.Generator().manual_seed(number)
     moved = dict(data)
     for name, t in data.items():

@@ -46,7 +46,7 @@ class Look:
         return t if isinstance(t, FakeTensor) else self._mode.from_tensor(t)
 
     def made(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, needs_grad: bool) -> torch.Tensor:
-        """Stand-in for a tensor that was made, which in-place operations may store into: it is no leaf."""
+        """Stand-in for a tensor that was made, which operations may write: no leaf."""
         with self._mode, torch.set_grad_enabled(needs_grad):
             leaf = torch.empty(tuple(shape), dtype=dtype, device=device).requires_grad_(needs_grad)
             # A node of autograd asks its device for streams: PyTorch aborts where that device is named alone.
@@ -88,7 +88,7 @@ class Look:
 
 
 def maker_of(owner: torch.nn.Module, name: str) -> torch.nn.Module:
-    """Module that computes a tensor of another: its parametrization, or that module itself."""
+    """Module that computes a tensor of another: its parametrization, or itself."""
     lists = owner._modules.get("parametrizations")
     return lists[name] if isinstance(lists, torch.nn.ModuleDict) and name in lists else owner
 
@@ -134,39 +134,36 @@ Form = tuple[Sequence[int], torch.dtype, torch.device, bool]
 
 
 class LastCall:
-    """Record of a module's last call: the forms of its inputs and results, without the tensors."""
+    """Record of a module's last call: the forms of its inputs and results."""
 
     def __init__(self) -> None:
         self._known: tuple[Any, Sequence[Form], Any] | None = None
 
     def note(self, module: torch.nn.Module, given: Sequence[Any], asked: Sequence[str], made: Sequence[Any]) -> None:
-        """Write a call down; where one is like the last, that costs a comparison.
-
-        Args:
-            asked: what was asked for by name.
-        """
+        """Write a call down, unless it is like the last, with what was asked for by name."""
         if not all(isinstance(t, torch.Tensor) for t in (*given, *made)):
             self._known = None
             return
-        like, gave, known = _like(given, asked), [_form(t) for t in made], self._known
+        like, gave, known = _like(given, asked), [tensor_form(t) for t in made], self._known
         if known is None or known[0] != like or known[1] != gave:
             self._known = like, gave, _state(module)
 
     def gave(self, module: torch.nn.Module, given: Sequence[Any], asked: Sequence[str]) -> Sequence[Form] | None:
-        """Forms of the last call's results, if that was like one with `given` now, and the module is what it was."""
+        """Forms of the last call's results, if it was like this one."""
         known = self._known
         if known is None or not all(isinstance(t, torch.Tensor) for t in given):
             return None
         return known[1] if known[0] == _like(given, asked) and known[2] == _state(module) else None
 
 
-def _form(t: torch.Tensor) -> Form:
+def tensor_form(t: torch.Tensor) -> Form:
+    """Shape, dtype and device of a tensor, and whether it needs a gradient."""
     return t.shape, t.dtype, t.device, t.requires_grad
 
 
 def _like(given: Sequence[torch.Tensor], asked: Sequence[str]) -> Any:
     autocast = [torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in ("cpu", "cuda")]
-    return [_form(t) for t in given], list(asked), torch.is_grad_enabled(), autocast
+    return [tensor_form(t) for t in given], list(asked), torch.is_grad_enabled(), autocast
 
 
 def _state(module: torch.nn.Module) -> Any:

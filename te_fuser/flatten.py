@@ -32,14 +32,11 @@ _NO_FORWARD = torch.nn.Module.forward  # that of modules which only hold others
 
 
 class ListOptions(dict[str, Any]):
-    """Options of a list by name, which who knows the list holds.
-
-    No plain dict: of these torch.export leaves copies in the list.
-    """
+    """Options of a list by name, held for it: of a plain dict torch.export makes copies."""
 
 
 class Option:
-    """Option of how a list is planned: its own value, else that of the list around it, else `default`."""
+    """Option of a list: its own value, else that of the list around, else `default`."""
 
     def __init__(self, default: Any) -> None:
         self.default = default
@@ -98,7 +95,7 @@ class OpList(torch.nn.Sequential, TakesArguments):
         self._may_be_another(name)
 
     def _may_be_another(self, name: str) -> None:
-        """Let this list, and those around, look again where an attribute decides what flattening makes of it."""
+        """Let this list, and those around, look again where it may flatten otherwise."""
         if name in _DECIDING:
             self.__dict__.update(revision=self.__dict__.get("revision", 0) + 1, _structure=None)
 
@@ -114,11 +111,7 @@ class OpList(torch.nn.Sequential, TakesArguments):
                 yield name, child
 
     def check_nested(self, path: str) -> None:
-        """Refuse to stand in a list, at this path, where its call is no step of one; by default any may.
-
-        Raises:
-            TypeError, RuntimeError: saying why, and what to do.
-        """
+        """Refuse to stand in a list, at this path, where its call is no step of one; by default any may."""
 
 
 def flatten(root: OpList, holding: Facts | None = None, entering: Entering | None = None) -> list[Part]:
@@ -127,9 +120,6 @@ def flatten(root: OpList, holding: Facts | None = None, entering: Entering | Non
     Args:
         holding: what holds while it does; a group that is all goes by it.
         entering: what is known of what ranks have before it.
-
-    Raises:
-        ValueError: naming an op that cannot take what ranks have there, where that goes from part to part.
     """
     flattener = _Flattener()
     flattener.run(root)
@@ -161,7 +151,7 @@ def _place(item: ListedOp) -> _Place:
 
 
 def _entering_each(root: OpList, entering: Entering) -> dict[_Place, Entering]:
-    """Facts of what ranks have before each op, those included that run by their own __call__ for a hook."""
+    """Facts of what ranks have before each op, those with hooks included."""
     flattener, known = _Flattener(through_hooks=True), dict[_Place, Entering]()
     flattener.run(root)
     for is_border, run in itertools.groupby(flattener.items(), lambda item: isinstance(item, Border)):
@@ -173,7 +163,7 @@ def _entering_each(root: OpList, entering: Entering) -> dict[_Place, Entering]:
 
 
 def qualified(parts: Iterable[Part], name: str) -> str:
-    """The qualified name of the output that callers call `name`; ValueError when there is none, or several."""
+    """The qualified name of the output that callers call `name`, of which there is one."""
     given = [n for part in parts for n in (*part.gives, *getattr(part, "outputs", ()))]
     known = [n for n in given if "//" not in n]
     close = [n for n in known if exported(n) == name] or [n for n in known if n.rsplit("/", 1)[-1] == name]
@@ -194,7 +184,7 @@ class _Planning:
     notes: tuple[str, ...] = ()
 
     def inside(self, module: OpList) -> _Planning:
-        """The planning of a list in here: this one, unless the list was given something else."""
+        """The planning of a list in here: this one, or one with its own options."""
         other = {name: value for name, value in module._given.items() if value != self.options[name]}
         if not other:
             return self
@@ -324,7 +314,7 @@ class _Flattener:
 
 
 def runs_itself(m: torch.nn.Module, hooked: bool = True) -> str:
-    """The reason for which a module goes through its own __call__, for hooks or not; empty: it need not."""
+    """Reason why a module goes through its own __call__; empty: it need not."""
     if hooked and any(GLOBAL_HOOKS):
         return "hooks of all modules"
     if hooked and any(hooks_of(m)):
@@ -338,7 +328,7 @@ def runs_itself(m: torch.nn.Module, hooked: bool = True) -> str:
 
 
 def has_own_call(m: OpList) -> bool:
-    """True where calls of a list may do something else than what its class promises."""
+    """True where calls of a list may do other things than its class promises."""
     if torch.compiler.is_compiling():
         from te_fuser.fuser.run.dynamo_break import constant
 
@@ -349,7 +339,7 @@ def has_own_call(m: OpList) -> bool:
 
 
 def _promises(kind: type) -> bool:
-    """True where the class that defines a list's forward promises that calls do nothing else."""
+    """True where the class that defines a list's forward promises to do no more."""
     saying = next(vars(base) for base in kind.__mro__ if vars(base).keys() & {"flattens", "forward"})
     return bool(saying.get("flattens", False))
 

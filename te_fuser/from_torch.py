@@ -75,10 +75,7 @@ def from_torch(
 
 
 def lines_to_write(module: nn.Module, name: str) -> str:
-    """Hint with the lines that convert the largest parts of a module that from_torch takes; empty where it has none.
-
-    Only parts count that are called with x alone as modules and as ops: whoever calls them need not change.
-    """
+    """Hint with lines that convert the largest parts of a module called with x alone."""
     found = [*_parts(module, name)]
     more = f", and so {len(found) - _SHOWN} more of its parts" if len(found) > _SHOWN else ""
     lines = ", ".join(f"{part} = te_fuser.from_torch({part})" for part in found[:_SHOWN])
@@ -108,7 +105,7 @@ def _parts(module: nn.Module, name: str) -> Iterator[str]:
 
 
 def why_none(module: nn.Module) -> str:
-    """Reason for which no ops could stand for a module, nor for any part of it; empty where some could."""
+    """Reason why no ops could stand for a module or a part; empty where some could."""
     if callable(getattr(module, "as_ops", None)):
         return ""
     conversion = _Converter("none")
@@ -121,10 +118,7 @@ def why_none(module: nn.Module) -> str:
 
 
 class SelfAttention(Sequential):
-    """A torch.nn.MultiheadAttention that attends to its own input: y = mha(x, x, x)[0], with that one's parameters.
-
-    Queries, keys and values are one product, packed as [all queries | all keys | all values].
-    """
+    """torch.nn.MultiheadAttention of one input: y = mha(x, x, x)[0]."""
 
     def __init__(self, mha: nn.MultiheadAttention, mask: str) -> None:
         features = mha.embed_dim
@@ -154,7 +148,6 @@ class _Converter:
     """One call of from_torch.
 
     Attributes:
-        mask: what attention hides.
         left: path -> class and reason, of modules that stay as they are.
         made: what came of each module, by its id; one that stands in two places stays one.
         done: modules that are in the mode, training or not, in which they are to be.
@@ -166,7 +159,7 @@ class _Converter:
     done: set[nn.Module] = field(default_factory=set)
 
     def convert(self, module: nn.Module, path: str) -> Any:
-        """The module as ops; _Cannot when it is none of those that are known, or is changed."""
+        """The module as ops; _Cannot where it is unknown, or was changed."""
         if isinstance(module, _OPS):
             self.done.update(module.modules())
             return module
@@ -189,11 +182,7 @@ class _Converter:
         return _BLOCKS[kind](self, module, path) if kind in _BLOCKS else _SINGLE[kind](module)
 
     def part(self, module: nn.Module, path: str) -> Any:
-        """Ops that stand for a module in a list, or the module itself.
-
-        Raises:
-            _Cannot: for attention that would not get its mask then.
-        """
+        """Ops that stand for a module in a list, or the module itself."""
         try:
             return self.convert(module, path)
         except _Cannot as no:
@@ -217,11 +206,7 @@ class _Converter:
 
 
 def _check_plain(module: nn.Module) -> None:
-    """Refuse a module that was changed after it was made, and so may mean something else.
-
-    Raises:
-        _Cannot: naming what was done to it.
-    """
+    """Refuse a module that was changed after it was made, and so may mean something else."""
     if any(hooks_of(module)):
         raise _Cannot("it has hooks, which run with the module alone")
     if is_parametrized(module):
@@ -353,11 +338,7 @@ _COMPUTING = ("forward", "_sa_block", "_ff_block")  # the methods that say what 
 
 
 def _kind(module: nn.Module) -> type[nn.Module]:
-    """The class that says how a module is converted; a subclass counts where it computes as that does.
-
-    Raises:
-        _Cannot: when there is no op for it.
-    """
+    """The class that says how a module is converted, maybe a base of its own."""
     for kind in (*_SINGLE, *_BLOCKS):
         if isinstance(module, kind):
             own = [name for name in _COMPUTING if getattr(type(module), name, None) is not getattr(kind, name, None)]
@@ -371,12 +352,7 @@ def _kind(module: nn.Module) -> type[nn.Module]:
 
 
 def _check(module: nn.Module, made: nn.Module, x: torch.Tensor | None, mask: str, batch_first: bool) -> None:
-    """Compare the ops by their meaning with the module, both in eval mode.
-
-    Raises:
-        ValueError: when there is no input that the module takes.
-        RuntimeError: when they differ.
-    """
+    """Compare the ops by their meaning with the module, both in eval mode."""
     if any(t.is_meta for _, t in _tensors(module)):
         raise ValueError("from_torch cannot check a module on the meta device: give check=False")
     inputs = _random_inputs(module) if x is None else [x.detach()]
@@ -408,7 +384,7 @@ def _check(module: nn.Module, made: nn.Module, x: torch.Tensor | None, mask: str
 def _by_module(
     module: nn.Module, inputs: Sequence[torch.Tensor], hidden: torch.Tensor | None, what: str
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The first input that the module takes, with results; ValueError for none, TypeError for no tensor."""
+    """The first input that the module takes, with results."""
     failed: list[Exception] = []
     for x in inputs:
         try:
@@ -466,7 +442,7 @@ def _normal(*shape: int, seed: int) -> torch.Tensor:
 
 
 def _random_inputs(module: nn.Module) -> list[torch.Tensor]:
-    """[4, 4, features], as the first module that says how many wants it, and [4, features] where nothing attends."""
+    """[4, 4, features] as the first module says, and [4, features] without attention."""
     like = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
     for m in module.modules():
         if isinstance(m, nn.Embedding):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Border:
-    """A module that runs by its own __call__: a plain nn.Module, one that carries hooks or has its own forward."""
+    """A module that runs by its own __call__: no op, or one with hooks or its own forward."""
 
     module: torch.nn.Module
     path: str
@@ -58,7 +58,7 @@ class Border:
         return self._named(made, asked, values)
 
     def looked_at(self, x: Any, values: dict[str, torch.Tensor], wanted: Sequence[str]) -> Any:
-        """Stand-in for the result where x and `values` are stand-ins; NotSeenError where that takes a real call."""
+        """Stand-in for the result of stand-ins; NotSeenError where that takes a real call."""
         given, asked = self._given(values), self._asked(wanted)
         gave = self.last.gave(self.module, (x, *given.values()), asked)
         with looking() as look:
@@ -106,11 +106,7 @@ class FusedRegion:
     held: Mapping[str, tuple[Given, str]] = field(default_factory=dict)  # name in a call -> who reads it, and as what
 
     def run(self, run: GroupRun, x: Any, given: Mapping[str, torch.Tensor], asked: tuple[str, ...]) -> Any:
-        """`run` for this group, where ops may read what the call gives in place of parameters.
-
-        Raises:
-            TypeError: when it gives none.
-        """
+        """`run` for this group, whose ops may read what the call gives as parameters."""
         if not self.held:
             return run(self, x, given, asked)
         tensors: dict[Given, dict[str, torch.Tensor]] = {}
@@ -153,19 +149,12 @@ def walk_parts(
     run: GroupRun,
     run_border: Callable[..., Any] = Border.run,
 ) -> Any:
-    """Go through the parts of a list from x to y.
+    """Go through the parts of a list from x to y; gives y, or (y, *outputs).
 
     Args:
         wanted: qualified names of the outputs to return beside y.
         run: takes a group, its input, its named inputs and the names of its outputs that are asked for, and gives what
             the group returns.
-
-    Returns:
-        y, or (y, *outputs).
-
-    Raises:
-        TypeError: for a named input that no part reads; of one group alone its graph says so where calls give no
-            parameters.
     """
     values = {name: t for name, t in inputs.items() if t is not None}
     if len(parts) > 1 or getattr(parts[0], "held", None):

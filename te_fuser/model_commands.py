@@ -31,7 +31,7 @@ _WARM_UP, _CALLS = 3, 5
 
 
 class UsageError(Exception):
-    """Something that the command was told and that cannot be; the message says what to do. Exit status 2."""
+    """Error that the command was told what cannot be, and says what to do. Exit status 2."""
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def model_and_input(chosen: argparse.Namespace, device: str | None = None) -> Iterator[tuple[Any, torch.Tensor]]:
-    """The model that was named, a list or a Conversion, and an input for it; inside, print() writes to stderr."""
+    """The named model, a list or a Conversion, and an input; inside, print() writes to stderr."""
     import torch
 
     from te_fuser.fake_tensors import NotSeenError
@@ -59,7 +59,7 @@ def model_and_input(chosen: argparse.Namespace, device: str | None = None) -> It
 
 @contextlib.contextmanager
 def _refusals(chosen: argparse.Namespace) -> Iterator[None]:
-    """Inside, an error that these libraries raise says that the input does not fit; any other code's stays as it is."""
+    """Context in which these libraries' errors say that the input does not fit."""
     try:
         yield
     except (TypeError, ValueError, IndexError, RuntimeError) as error:

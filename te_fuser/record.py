@@ -15,7 +15,6 @@ Record = TypeVar("Record")
 def record(*, eq: bool = True) -> Callable[[type[Record]], type[Record]]:
     """A dataclass that is frozen for whoever checks types; to make one that is frozen at run time takes much longer.
 
-    Args:
-        eq: whether objects with equal fields are equal, and have one hash; else each is equal to itself alone.
+    `eq`: objects with equal fields are equal, and have one hash; else each is equal to itself alone.
     """
     return dataclass(eq=eq, unsafe_hash=eq)

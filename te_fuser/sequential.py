@@ -231,7 +231,7 @@ class Sequential(OpList):
         inputs: Mapping[str, torch.Tensor],
         passes: list[list[PassRecord]] | None = None,
     ) -> tuple[list[Plan], NotSeenError | None]:
-        """The plans, and what the first one that is missing would take; what passes changed goes to `passes`."""
+        """The plans, and why the first one that is missing is; what passes changed goes to `passes`."""
         from te_fuser.fuser.plan.device import Device, device_named
 
         roofline = device if device is None or isinstance(device, Device) else device_named(device)
@@ -373,7 +373,7 @@ class Sequential(OpList):
         return TuneReport.of(reports)
 
     def _try(self, run: GroupRun, x: torch.Tensor, outputs: Sequence[str], inputs: Mapping[str, torch.Tensor]) -> None:
-        """Walk through the parts with `run`, which only measures, and leave the model as it was."""
+        """Walk through the parts with `run`, and leave the model as it was."""
 
         def checked(
             group: FusedRegion, x: torch.Tensor, given: Mapping[str, torch.Tensor], wanted: tuple[str, ...]
@@ -460,7 +460,7 @@ _said: set[type] = set()  # classes that were warned of
 
 
 def _say_what_is_plain(model: Sequential) -> None:
-    """Warn of modules in a list that run as they are although ops could stand for them, once for each class."""
+    """Warn, once a class, of plain modules in a list for which ops could stand."""
     from te_fuser.from_torch import why_none
 
     plain = {name: m for name, m in model.members() if not isinstance(m, (FusableOperation, OpList))}
@@ -477,7 +477,7 @@ def _say_what_is_plain(model: Sequential) -> None:
 
 
 def _borders(parts: Iterable[Part]) -> list[tuple[int, str]]:
-    """Modules that run by themselves, and why, with the number of plans before them; those of one reason in a row."""
+    """Modules that run by themselves, and why, with the plans before them; alike ones in a row."""
     from te_fuser.from_torch import why_none
 
     found: list[tuple[int, str, list[str]]] = []

@@ -75,11 +75,7 @@ class Variants(Sequential):
         return variant
 
     def within(self, **how: Hashable) -> Sequential:
-        """Variant for use inside of `variant_ops` of a list around this one; it has this list's hooks and options.
-
-        Raises:
-            TypeError: for a list with a forward of its own, which would not run.
-        """
+        """Variant for use inside of `variant_ops` of a list around this one; it has this list's hooks and options."""
         if has_own_call(self):
             said = ", ".join(f"{name}={value!r}" for name, value in how.items())
             raise TypeError(

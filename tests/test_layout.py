@@ -25,7 +25,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Part -> the parts it may import, at the head of its files. A part that is new needs a row.
 BASE = {"guards", "distributed", "params"}
 KNOWS = {
-    "capture": {*BASE, "contexts", "ops", "kernels", "fuser", "quantization", "sharding"},
+    "capture": {*BASE, "contexts", "fake_tensors", "ops", "kernels", "fuser", "quantization", "sharding"},
     "trace": {"fuser", "ops", "params"},
     "checkpointing": {*BASE, "ops", "quantization"},
     "compare": {"dtypes"},
@@ -135,7 +135,6 @@ FAMILIES = {
     "dropout",
     "norms",
     "operations",
-    "softmax",
     "structure",
 }
 # Tests of an aspect of several modules: folder -> stems. Those of several ranks, in parallel/, all are.

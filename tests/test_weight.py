@@ -5,12 +5,12 @@ from __future__ import annotations
 from tests.weight import figures
 
 CEILINGS = {
-    "lines of te_fuser and csrc": 66_919,
-    "files in te_fuser": 268,
-    "files flat in te_fuser/ops": 31,
-    "lines of tests": 67_825,
+    "lines of te_fuser and csrc": 65_972,
+    "files in te_fuser": 262,
+    "files flat in te_fuser/ops": 30,
+    "lines of tests": 67_823,
     "lines of docs/design.md": 449,
-    "mean length of a line of code": 54.0,
+    "mean length of a line of code": 54.1,
     "helpers of at most 8 lines that are used once": 68,
     "class names defined in several files": 5,
     "dataclasses of more than 14 fields": 0,

@@ -1,4 +1,4 @@
-"""Models of transformers, their layers run by lists of ops: a file for each family."""
+"""Models of transformers, their layers run by lists of ops: a file for families that are alike."""
 
 from te_fuser.convert.conversion import Conversion, convert, revert
 

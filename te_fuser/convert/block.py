@@ -41,7 +41,7 @@ _EAGER = "eager_attention_forward"  # the name of a family's function
 
 @dataclass
 class _Made:
-    """Lists that a layer has made for its calls, valid while its modules are what they were."""
+    """Lists made for a layer's calls, valid while its modules are what they were."""
 
     facts: Facts
     left: dict[str, str]
@@ -54,11 +54,9 @@ class _Now:
     """Settings by which a layer's attention runs, valid while they and its modules are what they were.
 
     Attributes:
-        attention: the module.
         left: whether it runs by itself; nothing else is known of it then.
         knows: whether the op computes the same as the model's function.
         heads: numbers of heads of queries, keys and values; `head_dim` features each.
-        options: arguments of the function beside queries, keys, values and mask.
         key: settings that lists depend on, beside the modules.
     """
 
@@ -76,7 +74,7 @@ class _Now:
 
 
 class DecoderBlock(ops.Together):
-    """A layer of the class `was`, run by lists of ops. A family says what they consist of."""
+    """A layer of the class `was`, run by the lists that its family makes."""
 
     was: ClassVar[Any]
     attention: ClassVar[str] = "self_attn"  # the path of the attention module
@@ -98,7 +96,7 @@ class DecoderBlock(ops.Together):
     # ------------------------------------------------------------------------------- what a family says
 
     def front(self, parts: LayerParts) -> list[nn.Module]:
-        """Ops from x to packed queries, keys and values, [all queries | all keys | all values], turned by angles."""
+        """Ops from x to packed [all queries | all keys | all values], turned by angles."""
         raise NotImplementedError
 
     def norm_before(self, parts: LayerParts) -> list[nn.Module]:
@@ -114,7 +112,7 @@ class DecoderBlock(ops.Together):
         raise NotImplementedError
 
     def attention_left(self) -> str | None:
-        """Reason, beside those of `why_left`, for which the attention module runs by itself; None where it does not."""
+        """Reason, beside those of `why_left`, why the attention module runs by itself."""
         return None
 
     def settings(self) -> dict[str, Any]:
@@ -140,10 +138,7 @@ class DecoderBlock(ops.Together):
     # -------------------------------------------------------------------------------------- running
 
     def forward(self, *args: Any, **keywords: Any) -> torch.Tensor:
-        """y of x, [B, S, features], by a call as the layer's class takes it.
-
-        A call with arguments that lists know nothing of runs by the layer's class.
-        """
+        """y of x, [B, S, features], by lists, or by the layer's class."""
         names = self.arguments
         if self.cache == "cache" and "past_key_values" in keywords:  # its name before
             keywords.setdefault("cache", keywords.pop("past_key_values"))
@@ -202,7 +197,7 @@ class DecoderBlock(ops.Together):
         return y  # type: ignore[no-any-return]
 
     def _how(self, x: torch.Tensor, call: LayerCall, now: _Now) -> str:
-        """Way to run attention: by the model's module or function, or by the op, named by what that hides."""
+        """Way to run attention: by module, by function, or by the op with this mask."""
         if now.left or (now.attention._forward_hooks and _is_recorded(x)):
             return _MODULE
         if not now.knows or not _sees_itself(x, call, now):
@@ -354,7 +349,7 @@ class DecoderBlock(ops.Together):
 
 
 def _sees_itself(x: torch.Tensor, call: LayerCall, now: _Now) -> bool:
-    """True where the keys are those of x alone: nothing is in the cache yet, whatever it does with them."""
+    """True where the keys are those of x alone: the cache is empty yet."""
     past, number = call.past, now.attention.layer_idx
     if past is None:
         return True
@@ -366,7 +361,7 @@ def _sees_itself(x: torch.Tensor, call: LayerCall, now: _Now) -> bool:
 
 
 def _hides(x: torch.Tensor, call: LayerCall, now: _Now) -> str:
-    """Kind of mask of attention to the layer's own positions; the model's function where the op has no such mask."""
+    """Kind of mask to the layer's own positions, or the model's function."""
     mask = call.mask
     if mask is None:
         asked = call.arguments.get("is_causal")

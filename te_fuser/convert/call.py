@@ -35,19 +35,14 @@ _WITHOUT_EFFECT = {
 
 @dataclass(frozen=True)
 class LayerCall:
-    """The arguments of a layer's call beside its input, by the names that its class has for them.
-
-    Attributes:
-        arguments: what was handed.
-        cache: the name of the cache of keys and values among them.
-    """
+    """Arguments of a layer's call beside x; `cache` names the cache's."""
 
     arguments: Mapping[str, Any]
     cache: str
 
     @property
     def mask(self) -> Any:
-        """The attention mask as transformers made it: None, [B, 1, S, T] booleans, True = seen, or what is added."""
+        """transformers' mask: None, [B, 1, S, T] booleans, True = seen, or what is added."""
         return self.arguments.get("attention_mask")
 
     @property
@@ -63,7 +58,7 @@ class LayerCall:
 
     @property
     def tables(self) -> dict[str, torch.Tensor]:
-        """The angles as `RotaryByAngles` takes them, [S, B or 1, 1, D]; transformers' are [B or 1, S, D]."""
+        """The angles as `RotaryByAngles` takes them, [S, B or 1, 1, D]."""
         angles = self.arguments.get("position_embeddings")
         if angles is None:
             return {}
@@ -92,7 +87,7 @@ def cache_name(forward: Any) -> str:
 
 
 def decoders(stack: Any, x: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
-    """Functions, by kind of cache, of the last layer's output for a prompt, some positions behind it, and one more."""
+    """Functions, by kind of cache, of the last layer's output for pieces of a prompt."""
 
     @torch.no_grad()
     def decode(make: Callable[..., Cache]) -> torch.Tensor:

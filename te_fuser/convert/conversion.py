@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.plan import Plan
     from te_fuser.fuser.show.explain import Explanation
 
-# Where transformers has a family -> where this package does.
+_MODULES = {"qwen2": "qwen", "qwen3": "qwen", "gemma2": "gemma", "gemma3": "gemma"}  # of families that share one
+# Module of transformers with a family's layers -> the module of this package.
 _FAMILIES = {
-    f"transformers.models.{name}.modeling_{name}": f"te_fuser.convert.{name}"
+    f"transformers.models.{name}.modeling_{name}": f"te_fuser.convert.{_MODULES.get(name, name)}"
     for name in ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3")
 }
 _OPTIONS = ("check", "memory", "kernels", "fallback", "verify")
@@ -120,7 +121,7 @@ class Conversion:
 
 
 class _CopiedTensors(TorchFunctionMode):
-    """In here copy.deepcopy takes tensors that autograd made, too, as those of a cache that was filled in training."""
+    """Mode in which copy.deepcopy takes tensors that autograd made, as a cache has."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
@@ -130,7 +131,7 @@ class _CopiedTensors(TorchFunctionMode):
 
 @contextmanager
 def _lists_noted(model: nn.Module, paths: Collection[str], ran: list[Any]) -> Iterator[None]:
-    """In here (path, list, x, named tensors) of each call of a list is noted, of the layers at these paths."""
+    """Context that notes (path, list, x, named tensors) of calls in layers at these paths."""
     blocks = {path: block for path, block in model.named_modules() if path in paths and hasattr(block, "_list")}
 
     def noting(path: str, block: Any) -> Any:
@@ -221,7 +222,7 @@ def revert(model: nn.Module) -> nn.Module:
 
 
 def _swapped(model: nn.Module, options: dict[str, Any]) -> tuple[Conversion, list[Any]]:
-    """Turn layers into those of te_fuser; return what became of each, and those that were not converted before."""
+    """Turn layers into those of te_fuser; gives what became of each, and new ones."""
     converted, refused, new = list[str](), dict[str, str](), list[Any]()
     for path, module in model.named_modules():
         kind = _kind_of(type(module))
@@ -257,7 +258,7 @@ def _kind_of(kind: type[nn.Module]) -> Any:
 
 
 def conversion_of(given: Any) -> Conversion | None:
-    """The conversion that was given, or of the model that was; None where nothing of it is converted."""
+    """The conversion that was given, or of the model that was, if any."""
     if isinstance(given, nn.Module):
         paths = tuple(path for path, m in given.named_modules() if type(m) is _kind_of(type(m)))
         return Conversion(given, paths) if paths else None
@@ -273,12 +274,7 @@ def _blocks(model: nn.Module) -> list[Any]:
 
 
 def _checked(model: nn.Module) -> float:
-    """Largest distance of a converted model's results from the original's, relative to the largest of each.
-
-    Raises:
-        ValueError: where no module turns tokens into what layers take.
-        RuntimeError: when it is too large.
-    """
+    """Largest relative distance of a converted model's results from the original's."""
     stacks = [m for m in model.modules() if any(_blocks(c) for c in m.children() if isinstance(c, nn.ModuleList))]
     stacks = [m for m in stacks if hasattr(m, "get_input_embeddings")]
     if not stacks:
@@ -304,16 +300,13 @@ def _checked(model: nn.Module) -> float:
 
 
 def _allowed(want: torch.Tensor) -> float:
-    """The distance from the original that rounding may make; in float64 too its norms round to float32."""
+    """Distance that rounding may make; float64 models have norms in float32, too."""
     eps: float = max(torch.finfo(t).eps for t in (want.dtype, torch.float32)) ** 0.5
     return eps * max(torch.finfo(want.dtype).tiny, want.abs().max().item())
 
 
 def _results(stack: Any, wanted: Collection[str] = ()) -> dict[str, torch.Tensor]:
-    """The last layer's output for random tokens, the gradient of their embeddings, and the output by caches.
-
-    By those caches that are `wanted`; by none said, the output in one call for each cache by which it comes in pieces.
-    """
+    """Output for random tokens, the embeddings' gradient, and outputs by caches."""
     from te_fuser.convert.call import decoders  # needs transformers
 
     embed = stack.get_input_embeddings()
@@ -338,7 +331,7 @@ def _results(stack: Any, wanted: Collection[str] = ()) -> dict[str, torch.Tensor
 
 @contextmanager
 def _parts_copied(stack: nn.Module) -> Iterator[None]:
-    """Inside, parts without parameters are copies: dynamic rotary embeddings change with the positions they see."""
+    """Context in which parts without parameters, as rotary embeddings, are copies."""
     before = dict(stack._modules)
     for name, part in before.items():
         if part is not None and next(part.parameters(), None) is None:

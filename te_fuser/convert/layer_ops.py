@@ -22,10 +22,7 @@ _EPSILONS = ("eps", "variance_epsilon")
 
 
 class Theirs(nn.Module):
-    """Modules of the model as one of a list, which run by their own __call__: [m(x) for each, joined by features].
-
-    They are the model's, and so no submodules of this one.
-    """
+    """Modules of the model run by their own __call__: [m(x) for each, joined by features]."""
 
     by_itself = "it is not converted: see `left` of the conversion"
 
@@ -43,7 +40,6 @@ class LayerParts:
     """The parts of one layer, as a list takes them.
 
     Attributes:
-        owner: the layer.
         left: path in the layer -> why the module there runs by itself.
         joined: names of parameters that an op reads as one.
         numbers: where the numbers lie that ops were made with, and under which name.
@@ -68,7 +64,7 @@ class LayerParts:
         return why is not None
 
     def linear(self, *paths: str) -> list[nn.Module]:
-        """The torch.nn.Linears there, of one input, as one product: their outputs one behind the other."""
+        """The torch.nn.Linears there, of one input, as one product."""
         modules: list[Any] = [self.module(path) for path in paths]
         self.linears += [m._parameters for m in modules]
         left = [self.is_left(path, nn.Linear) for path in paths]
@@ -109,7 +105,7 @@ class LayerParts:
         self.numbers += [(kept, name) for name in _EPSILONS if name in kept]
 
     def facts(self) -> Facts:
-        """Facts about the numbers and linear layers that ops were made with, as they are now."""
+        """Facts about the numbers and linear layers that ops were made with."""
         items = Facts(items=tuple([(kept, name, kept.get(name)) for kept, name in self.numbers]))
         return Facts.of([items, Facts.of_answers(*(functools.partial(_form, p) for p in self.linears))])
 
@@ -121,7 +117,7 @@ def _form(parameters: Mapping[str, Any]) -> tuple[bool, Any]:
 
 
 def why_left(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Reason for which a module runs by itself, as it is not what its class says; None where it is."""
+    """Reason why a module runs by itself, not being what its class says."""
     if any(getattr(hook, "__module__", "") != _RECORDING for hooks in hooks_of(module) for hook in hooks.values()):
         return "it has hooks, which run with the module alone"
     if has_own_forward(module) or type(module).__call__ is not nn.Module.__call__:
@@ -136,7 +132,7 @@ def why_left(module: nn.Module, kind: type[nn.Module]) -> str | None:
 
 
 def why_shared(attention: nn.Module) -> str | None:
-    """The reason for which attention runs by itself where ranks share its heads, as by transformers' `tp_plan`."""
+    """Reason why attention runs by itself where ranks share heads, by `tp_plan` say."""
     for name, module in attention.named_children():
         if has_own_forward(module) and any(is_dtensor(p) for p in module._parameters.values()):
             return f"its {name} is cut for the ranks of a mesh (tp_plan), each of which has some of its heads"
@@ -144,18 +140,18 @@ def why_shared(attention: nn.Module) -> str | None:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """True where a module runs a forward other than its class's, which wrappers may have left on the module."""
+    """True where a module runs another forward than its class's."""
     found = module.__dict__.get("forward")
     return found is not None and not _is_of_class(found, module)
 
 
 def keeps_forward(layer: nn.Module) -> bool:
-    """True where accelerate runs in place of a layer's forward, and calls the forward that it has kept."""
+    """True where accelerate runs in a layer's place, and calls its forward."""
     return "_hf_hook" in layer.__dict__ and _is_of_class(layer.__dict__.get("_old_forward"), layer)
 
 
 def become(layer: nn.Module, kind: type[nn.Module]) -> None:
-    """Make a layer one of another class, and so what wrappers have kept of the class's forward."""
+    """Make a layer one of another class, and so what wrappers have kept of its forward."""
     kept = [name for name, value in layer.__dict__.items() if _is_of_class(value, layer)]
     layer.__class__ = kind
     for name in kept:

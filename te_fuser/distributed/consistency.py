@@ -40,7 +40,7 @@ _KNOWN_BY = "_te_fuser_known_by"  # attribute of an error: names of the groups w
 
 
 class RankMismatchError(RuntimeError):
-    """Ranks of a group are about to run different things together, or one of them raised or did not come."""
+    """Ranks of a group are about to run different things together."""
 
 
 # By ProcessGroup: the numbers of comparisons, and a lock of the thread that runs what its ranks run together.
@@ -76,7 +76,7 @@ def compare(groups: Sequence[Group], lines: Sequence[Line], doing: str = "", val
 
 
 def gather_values(groups: Sequence[Group], what: str, value: Any) -> list[Any]:
-    """The value of each rank, by words for it; RuntimeError as `compare`, and for a group not in this process."""
+    """The value of each rank, by words for it, as `compare` gives them."""
     for group in groups:
         group.process_group()
     return compare(groups, [("together", what)], value=value)
@@ -84,7 +84,7 @@ def gather_values(groups: Sequence[Group], what: str, value: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def shared_errors(groups: Sequence[Group]) -> Iterator[None]:
-    """An error in here is what the other ranks of these groups find in the place of what this one was to compare."""
+    """Context in which other ranks find an error in place of a comparison."""
     try:
         yield
     except RankMismatchError:  # which they have
@@ -98,11 +98,7 @@ def shared_errors(groups: Sequence[Group]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_thread(groups: Sequence[Group]) -> Iterator[None]:
-    """Context in which no other thread runs what these groups' ranks run together: orders would differ among ranks.
-
-    Raises:
-        RankMismatchError: where one does.
-    """
+    """Context in which one thread alone runs what these groups' ranks run."""
     with contextlib.ExitStack() as held:
         for group in filter(Group.is_here, groups):
             lock = _running.setdefault(group.process_group(), threading.RLock())
@@ -159,7 +155,7 @@ def _all_gather(group: Group, said: Any, doing: str) -> list[Any]:
 
 
 def _post(group: Group, said: dict[str, Any], number: int = 0) -> int:
-    """Leave in the store what this rank has for a comparison, the next one by default; which it is."""
+    """Leave in the store this rank's part of a comparison; gives its number."""
     ranks = group.process_group()
     store, number = ranks.get_group_store(), number or next(_counts.setdefault(ranks, itertools.count(1)))
     store.set(_key(number, group.rank), json.dumps(said))
@@ -181,7 +177,7 @@ def _key(number: int, who: int | str) -> str:
 
 
 def _first_difference(group: Group, given: Sequence[Sequence[Sequence[str]]]) -> str:
-    """The first line in which a rank differs from rank 0, in words that are the same on all ranks."""
+    """The first line in which a rank differs from rank 0, in the same words on all."""
     rank, lines = next((k, lines) for k, lines in enumerate(given) if lines != given[0])
     one, other = next(pair for pair in itertools.zip_longest(given[0], lines, fillvalue=None) if pair[0] != pair[1])
     kinds = [line[0] for line in (one, other) if line is not None]

@@ -54,7 +54,7 @@ class Lies(NamedTuple):
         return all(p.is_replicate() or len(r) == 1 for p, r in zip(self.placements, self.ranks, strict=True))
 
     def is_cut(self, dim: int, group: Group) -> bool:
-        """True where the ranks of that group alone, in their order, have equal parts along a dimension."""
+        """True where the ranks of that group alone have equal parts along a dimension."""
         if self.ranks != (tuple(get_process_group_ranks(group.process_group())),):
             return False
         (placement,) = self.placements
@@ -70,12 +70,7 @@ def is_dtensor(t: Any) -> TypeGuard[DTensor]:
 
 
 class Laid(NamedTuple):
-    """Layout of parts that are each cut among ranks: all shares of the first rank, then those of the next.
-
-    Attributes:
-        sizes: the features of each part.
-        ranks: the number of ranks that cut them.
-    """
+    """Layout of parts of these sizes, each cut: the first rank's shares come first."""
 
     sizes: tuple[int, ...]
     ranks: int
@@ -93,7 +88,7 @@ class Laid(NamedTuple):
         return made
 
     def pieces(self, local: torch.Tensor, offsets: Sequence[int]) -> Iterator[Piece]:
-        """Views of a rank's own tensor, which begins at `offsets` of what lies so, and their offsets in the whole."""
+        """Views of a rank's own tensor, which begins at `offsets`, with their offsets."""
         (start, *others), before = offsets, 0
         for first, count in self._shares():
             begin, end = max(before, start), min(before + count, start + local.shape[0])
@@ -115,7 +110,7 @@ def how_laid(owner: torch.nn.Module) -> Mapping[str, Laid]:
 
 
 def waited(t: Any) -> Any:
-    """Result of one of PyTorch's collectives, once it is there (AsyncCollectiveTensor); anything else as it is."""
+    """Result of one of PyTorch's collectives once it is there; anything else as it is."""
     known = sys.modules.get("torch.distributed._functional_collectives")
     return _Waited.apply(t) if known is not None and isinstance(t, known.AsyncCollectiveTensor) else t
 
@@ -161,12 +156,7 @@ class _OwnPart(torch.autograd.Function):
 
 
 def as_gradient(gradient: torch.Tensor, spec: Any, shape: tuple[int, ...]) -> torch.Tensor:
-    """The gradient of this rank's own part as that of the DTensor: it lies as this does.
-
-    Args:
-        spec: the DTensor's.
-        shape: of its rank's own tensor.
-    """
+    """Gradient of this rank's part, of this shape, as a DTensor of this spec."""
     kind = sys.modules["torch.distributed.tensor"].DTensor  # whose __init__ does nothing, and takes 4 us
     if gradient.storage_offset():  # of such a one no DTensor can be copied; of the same memory as a storage it can
         gradient = torch.from_dlpack(gradient)
@@ -187,7 +177,7 @@ def own_chunk(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
 
 
 def filled(owner: torch.nn.Module, name: str, fill: Callable[[torch.Tensor], Any]) -> None:
-    """Fill a parameter; of a DTensor every rank draws the whole and takes its part, so that all draw what one would."""
+    """Fill a parameter; of a DTensor every rank draws the whole and takes its part."""
     parameter = owner._parameters.get(name)
     if parameter is None:
         return
@@ -202,9 +192,6 @@ def filled(owner: torch.nn.Module, name: str, fill: Callable[[torch.Tensor], Any
 
 
 def is_taken_away(owner: torch.nn.Module) -> bool:
-    """True where `fully_shard` takes parameters of a module away between forward and backward.
-
-    Its marks are hooks for loading, on each module that owns some.
-    """
+    """True where `fully_shard` takes parameters away after forward."""
     hooks = (h for m in owner.modules() for h in m._load_state_dict_post_hooks.values())
     return any((getattr(hook, "__module__", None) or "").startswith("torch.distributed.fsdp") for hook in hooks)

@@ -28,7 +28,7 @@ class UnderWay(NamedTuple):
 
 
 class Transport(Protocol):
-    """A way to move tensors between ranks, whose blocks lie one behind the other; each method starts to fill `made`."""
+    """A way to move tensors between ranks, in blocks; a method begins to fill `made`."""
 
     def gather(self, sent: torch.Tensor, made: torch.Tensor) -> Work:
         """Gather every rank's tensor."""
@@ -96,11 +96,11 @@ class Exchange:
 
     @property
     def back(self) -> Exchange:
-        """Exchange of the gradient, of the sum of all ranks' losses: where this one cuts, that one joins."""
+        """Exchange of the gradient: cut and join change places."""
         return Exchange(self.join, self.cut, self.parts, self.balanced)
 
     def shape(self, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-        """The shape of what a rank has in the end; ValueError when its own cannot be cut or joined so."""
+        """Shape of what a rank has in the end; ValueError where there is none."""
         sizes = list(shape)
         for dim, what in ((self.cut, "to cut"), (self.join, "to join along")):
             if dim is not None and not -len(sizes) <= dim < len(sizes):
@@ -124,7 +124,7 @@ class Exchange:
         return tuple(sizes)
 
     def sent(self, size: float, ranks: int) -> float:
-        """The bytes that a rank sends of its own, of `size`; where all get the sum, in two rounds."""
+        """Bytes that a rank sends of its own, of `size`; a sum takes two rounds."""
         if self.cut is None and self.join is not None:
             return size * (ranks - 1)
         return size * (ranks - 1) / ranks * (2 if self.cut is None else 1)
@@ -135,11 +135,7 @@ class Exchange:
         return 2 if self.balanced else 1
 
     def start(self, x: torch.Tensor, group: Group, by: Transport | None = None) -> UnderWay:
-        """Send x; what comes back is there when `wait` has waited for it.
-
-        Args:
-            by: what moves it; None: the ProcessGroup.
-        """
+        """Send x, by default by the ProcessGroup; `wait` gives what comes back."""
         n, x = group.size, x.detach()
         x = x.view(torch.uint8) if x.dtype in FLOAT8.values() else x  # of which not every backend knows
         sent = (x if self.cut is None else self._cut(x, self.cut, n)).contiguous()
@@ -154,18 +150,14 @@ class Exchange:
         )
 
     def wait(self, started: UnderWay, group: Group, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Wait for what `start` gave, and join it.
-
-        Args:
-            dtype: of 8 bits, which are sent as bytes.
-        """
+        """Wait for what `start` gave, and join it; `dtype` of 8 bits is sent as bytes."""
         started.work.wait()
         y = started.arriving
         y = y if self.join is None else self._join(y, self.join, group.size)
         return y if dtype is None else y.view(dtype)
 
     def _cut(self, x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
-        """[.., n s, ..] -> [n .., s, ..]: the n blocks along a dimension, one behind the other along the first."""
+        """[.., n s, ..] -> [n .., s, ..]: n blocks along a dimension, along the first one."""
         if dim == -1 and len(self.parts) > 1:
             *rows, features = x.shape
             made = x.new_empty(n, *rows, features // n)
@@ -211,7 +203,7 @@ def _joined_parts(blocks: torch.Tensor, parts: tuple[int, ...], n: int) -> torch
 
 
 def exchanged(x: torch.Tensor, forth: Exchange | None, back: Exchange | None, group: Group) -> torch.Tensor:
-    """x exchanged so, as autograd and transforms of torch.func follow it: its gradient is exchanged the other way."""
+    """x exchanged so for autograd and torch.func: its gradient is exchanged the other way."""
     return _Exchanged.apply(x, forth, back, group)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -64,19 +64,11 @@ class Group:
 
     @property
     def rank(self) -> int:
-        """Rank of this process in the group.
-
-        Raises:
-            RuntimeError: when torch.distributed does not know the group.
-        """
+        """Rank of this process in the group."""
         return 0 if self.size == 1 else torch.distributed.get_rank(self.process_group())
 
     def process_group(self) -> torch.distributed.ProcessGroup:
-        """ProcessGroup that torch.distributed knows by the name.
-
-        Raises:
-            RuntimeError: when it knows nothing.
-        """
+        """ProcessGroup that torch.distributed knows by the name."""
         found = self._known()
         if found is None:
             raise RuntimeError(
@@ -120,7 +112,7 @@ _given: dict[str, Group] = {}  # by name, those of several ranks
 
 
 def groups_given() -> tuple[Group, ...]:
-    """The groups of several ranks that ops of this process were given, and that torch.distributed knows still."""
+    """Groups of several ranks that ops of this process were given."""
     return tuple(group for group in _given.values() if group.is_here())
 
 

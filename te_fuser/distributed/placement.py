@@ -71,13 +71,7 @@ class Partial(Placement):
 
 @dataclass(frozen=True)
 class Entry:
-    """Placements where a part of a list begins.
-
-    Attributes:
-        x: of what enters it.
-        start: of the input of the whole list.
-        named: by name, of what ops before it have named.
-    """
+    """Placements where a part of a list begins: of x, of the list's, of named ones."""
 
     x: Placement
     start: Placement
@@ -97,7 +91,7 @@ CALL = _CurrentModule()  # the module that a list calls, and what enters it ther
 
 @contextlib.contextmanager
 def entering(module: Any, known: Entering) -> Iterator[None]:
-    """Context in which calls of this module, an op or a list, are told what enters it; those of others are not."""
+    """Context in which calls of this module are told what enters it."""
     before = CALL.module, CALL.entering
     CALL.module, CALL.entering = module, known
     try:

@@ -33,14 +33,14 @@ class Share:
     parts: int = 1
 
     def shared(self, batch_dim: int | None, dimensions: int) -> Shared:
-        """Sizes of the share without ranks, for an op with such a `batch_dim` whose input has so many dimensions."""
+        """Sizes of the share without ranks, for an op with such a `batch_dim` and input."""
         dim = self.dim % dimensions
         samples = batch_dim is not None and bool(self.rows) and batch_dim % dimensions == dim
         return Shared(_size(self.rows), dim > 0, samples, _size(self.columns), self.parts)
 
     @property
     def ranks(self) -> tuple[int, int]:
-        """Place of this process among those that share the rows, and among those that share the columns."""
+        """Place among the ranks that share rows, and among those that share columns."""
         return _rank(self.rows), _rank(self.columns)
 
     @property
@@ -66,11 +66,7 @@ def _rank(groups: tuple[Group, ...]) -> int:
 def stream_of(
     seed: torch.Tensor, number: int, shape: tuple[int, ...], batch_dim: int | None = None, share: Share | None = None
 ) -> RandomStream:
-    """The random stream `number` of a call whose (seed, offset) is `seed`, for an op with an input of this shape.
-
-    Args:
-        share: what this rank has of it; None: all.
-    """
+    """The random stream `number` of a call by its (seed, offset), for an op."""
     value, offset = seed.tolist()
     placed = None if share is None else share.placed(shape, batch_dim)
     return RandomStream(value, offset, number, *batch_layout(shape, batch_dim), placed)
@@ -78,11 +74,7 @@ def stream_of(
 
 @contextlib.contextmanager
 def own_state(stream: Callable[[], RandomStream], device: torch.device) -> Iterator[None]:
-    """Context in which a device's generator in PyTorch draws by a rank's place and a stream; its state is put back.
-
-    Raises:
-        RuntimeError: while a CUDA graph is captured, whose replays draw by the generator's own seed.
-    """
+    """Context in which a device's generator draws by a rank's place and a stream."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a library draws for what ranks share, and its stream is being captured into a CUDA graph: replays would "

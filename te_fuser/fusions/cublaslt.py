@@ -46,7 +46,7 @@ register_library(
 
 
 def why_no_product(m: Match, kind: str, at: int = 0) -> str | None:
-    """Reason for which MatMul number `at` of a match cannot be cuBLASLt's product of that kind; None when it can."""
+    """Reason why MatMul number `at` of a match cannot be cuBLASLt's product of that kind."""
     if m.device.type != "cuda":
         return f"cuBLASLt runs on cuda, the input is on {m.device.type}"
     if m.dtype not in products.DTYPES:
@@ -63,12 +63,12 @@ def why_no_product(m: Match, kind: str, at: int = 0) -> str | None:
 
 
 def why_no_backward(m: Match) -> str | None:
-    """Reason against a product that gives only what follows its activation; None if it fits the match."""
+    """Reason against a product that gives only what follows its activation."""
     return "backward reads the value before the activation, and it gives only its output" if m.needs_grad else None
 
 
 def why_no_bias(m: Match, at: int = 1) -> str | None:
-    """Reason against the bias of op `at` in an epilogue, which takes it in the product's dtype; None if it fits."""
+    """Reason against the bias of op `at` in an epilogue, in the product's dtype."""
     dtype = m[at].dtype_of("bias")
     return None if dtype == m.dtype else f"the bias is in {dtype}, the product in {m.dtype}"
 
@@ -91,7 +91,7 @@ def why_no_dropout(m: Match, at: int) -> str | None:
 
 
 def why_no_addend(m: Match, at: int, dtype: torch.dtype | None = None) -> str | None:
-    """Reason against the addend of op `at` for a product in `dtype`, by default that of its input; None if it fits."""
+    """Reason against the addend of op `at` for a product in `dtype`, or its input's."""
     added, product = m[at].dtype_of("other"), dtype or m.dtype
     return None if added == product else f"what is added is in {added}, the product in {product}"
 
@@ -207,7 +207,7 @@ class ProductRow:
         return max(k for k, kind in enumerate(self.pattern) if kind is MatMul)
 
     def reasons(self, m: Match) -> Iterator[str | None]:
-        """Reasons for which its products cannot compute a match, by ops and by products; None for each that can."""
+        """Reasons why products cannot compute a match; None for each that can."""
         for kind, why_not in _EPILOGUES.items():
             if kind in self.pattern:
                 yield why_not(m, self.pattern.index(kind))
@@ -239,7 +239,7 @@ class ProductRow:
 
 
 def declare(row: ProductRow) -> Fusion:
-    """The fusion that a row says, registered. It has no body: what runs is chosen for each match."""
+    """The registered fusion of a row, without a body: what runs is chosen for each match."""
     return chosen(
         row.name,
         row.direction,
@@ -265,7 +265,7 @@ def linear_bias(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> to
 
 
 def _linear_bias_of(m: Match) -> Callable[..., torch.Tensor]:
-    """`linear_bias`, or PyTorch's function where there is no choice to be made at each call."""
+    """`linear_bias`, or PyTorch's function where no call has a choice."""
     op, halves = cast(MatMul, m[0]), m.device.type == "cpu" and m.dtype.itemsize == 2
     if halves or m[1].dtype_of("bias") != m.dtype:
         return linear_bias

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 
+from te_fuser.codegen.description import padded
 from te_fuser.dtypes import FLOAT8, name_of, text_of
 from te_fuser.fusions.cublaslt import why_no_dropout
 from te_fuser.fusions.declaration import chosen
@@ -24,7 +25,7 @@ from te_fuser.fusions.registry import Costs, Fusion
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt.products import algorithms_of
 from te_fuser.kernels.cublaslt.tuned import ProductForm
-from te_fuser.kernels.quantizers import DTYPES, FOUR, KINDS, padded
+from te_fuser.kernels.quantizers import DTYPES, FOUR, KINDS
 from te_fuser.ops.base import FusableOperation, Gradient
 from te_fuser.ops.bias_scale import Bias
 from te_fuser.ops.casts import QuantizeGradient
@@ -68,7 +69,7 @@ def _form(m: Match) -> Float8Form:
 
 
 def _own_scalings(m: Match) -> tuple[OwnScales, ...] | None:
-    """Rules by which factors get scales from themselves, where a product quantizes them itself."""
+    """Rules by which factors get scales where a product quantizes them itself."""
     form = _form(m)
     return None if form.comes_quantized else form.scalings
 
@@ -154,7 +155,7 @@ def put_weight_gradient(
 
 
 def why_no_float8(m: Match, which: Iterable[str], kind: str = "plain") -> str | bool:
-    """Reason for which cuBLASLt cannot run these products of a match; True when it can."""
+    """Reason why cuBLASLt cannot run these products of a match, or True."""
     own = _own_scalings(m)
     block = None if own is None else own[0].block
     scales = "tensor" if own is None else "block" if block is not None and block[1] == 128 else "mx"
@@ -257,12 +258,7 @@ def declare(
 ) -> Fusion:
     """The fusion that a row says, registered; joint where it saves something. It has no body: that is chosen.
 
-    Args:
-        which: products that it runs.
-        when: f(match) -> why it does not take that, whatever cuBLASLt can.
-        cost: f(match, kind).
-        choose: f(match, method, kind).
-        more: what else is said of a fusion.
+    `when` gives why it does not take a match, whatever cuBLASLt can.
     """
 
     def accepts(m: Match) -> str | bool:
@@ -285,7 +281,7 @@ def declare(
 
 
 def _declare_backward(by_rows: bool, main_grad: bool) -> Fusion:
-    """dx and dW of factors that lie by rows or along what is summed; dW onto main_grad, or as a gradient."""
+    """dx and dW of factors by rows or along what is summed; dW may go onto main_grad."""
     name = f"float8_matmul_{'rows_' if by_rows else ''}{'main_grad' if main_grad else 'backward'}"
     lying = "lie by rows" if by_rows else "lie along what is summed"
     onto = ", dW onto main_grad" if main_grad else ""

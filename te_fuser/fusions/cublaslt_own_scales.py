@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from te_fuser.codegen.cuda_source_kernel import WrittenKernel
-from te_fuser.codegen.description import Layout
+from te_fuser.codegen.description import Layout, padded
 from te_fuser.dtypes import name_of
 from te_fuser.fusions.cublaslt_float8 import (
     ProductRow8,
@@ -31,7 +31,7 @@ from te_fuser.kernels import quantizers
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt.products import algorithms_of
 from te_fuser.kernels.cublaslt.tuned import ProductForm
-from te_fuser.kernels.quantizers import FOUR, BlocksOf, Factor, QuantizeBlocks, padded
+from te_fuser.kernels.quantizers import FOUR, BlocksOf, Factor, QuantizeBlocks
 from te_fuser.ops.bias_scale import Bias
 from te_fuser.ops.float8_matmul import OwnScalesMatMul
 from te_fuser.ops.sizes import asked
@@ -64,7 +64,7 @@ def _product(m: Match, which: str, kind: str = "plain") -> Multiply:
 
 
 def _kernel(m: Match, role: int, sides: str) -> QuantizeBlocks:
-    """Kernel that makes x, W or dy in 8 bits of what it comes in, by rows, turned or both."""
+    """Kernel that makes x, W or dy in 8 bits, by rows, turned or both."""
     form = _op(m).form
     dtype = (form.dtype, m[0].dtype_of("weight"), form.dtype)[role]
     return quantizers.kernel_of(dtype, form.formats[role], _scaling(m, role), sides)
@@ -207,10 +207,7 @@ def _sides_of_weight(m: Match) -> str:
 
 
 def _by_blocks(m: Match, method: str, kind: str) -> ByBlocks | None:
-    """Way in which a direction runs with x, or dy, as generated kernels make it by blocks; None where it cannot.
-
-    These have the scales that the recipe has by default, and products take as many rows as they come.
-    """
+    """Way in which a direction runs with x, or dy, by blocks of generated kernels."""
     op, role = _op(m), 0 if method == "forward" else 2
     if _scaling(m, role) != _OF_KERNELS or not asked(_are_whole_fours, m.x.rows):
         return None

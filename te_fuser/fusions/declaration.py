@@ -120,7 +120,7 @@ def _part(direction: str, what: str, given: int | slice) -> slice:
 
 
 def _with_deprecated(details: Details, given: dict[str, Any]) -> Details:
-    """The details with those that were given as keywords of `fusion` itself, as all once were."""
+    """The details with those given as keywords of `fusion` itself, as all once were."""
     if not isinstance(details, Details):
         raise TypeError(f"fusion: details is fusions.Details(...), got {details!r}")
     known = {f.name for f in fields(Details)}
@@ -202,7 +202,7 @@ def fusion(
 def chosen(
     name: str, direction: str, pattern: Sequence[PatternPart], doc: str, registered: bool = True, **said: Any
 ) -> Fusion:
-    """Declare a fusion without a body of its own: `choose` gives what runs in a match; `said` as `Fusion` has it."""
+    """Declare a fusion whose `choose` gives what runs; `said` as `Fusion` has it."""
     entry = Fusion(name, direction, check(pattern, name), None, None, doc=doc, **said)
     return register(entry) if registered else entry
 

@@ -62,7 +62,7 @@ def _rotation(m: Match) -> packed_heads.Rotation | None:
 
 
 def _why_not_the_ops_before(m: Match) -> str | None:
-    """Reason for which ops before attention cannot be part of its backward; None when they can, or there are none."""
+    """Reason why ops before attention, if any, cannot be part of its backward."""
     if len(m) == 1:
         return None
     if _op(m).settings().beyond:
@@ -197,7 +197,7 @@ def _blanks(provider: Provider, m: Match) -> bool:
 
 
 def declare(provider: Provider, registered: bool = True) -> Fusion:
-    """The joint fusion that runs attention by a provider; a provider of your own becomes part of plans by this call."""
+    """The joint fusion of a provider; one of your own becomes part of plans by this call."""
 
     def when(m: Match) -> bool | str:
         settings, heads, inputs, keys = _op(m).settings(), _op(m).packed, m[len(m) - 1].inputs, None
@@ -239,7 +239,7 @@ def declare(provider: Provider, registered: bool = True) -> Fusion:
 
 
 def _compiles(provider: Provider, m: Match, direction: str, needed: frozenset[str]) -> Iterable[WrittenKernel]:
-    """Kernels that blank rows; the packing of gradients, where backward covers more than attention."""
+    """Kernels that blank rows, and pack gradients where ops before are covered."""
     if _blanks(provider, m):
         yield lengths.BlankRows(m.dtype)
         if _op(m).hides.padded:
@@ -258,7 +258,7 @@ def _compiles(provider: Provider, m: Match, direction: str, needed: frozenset[st
 
 
 def _costs(m: Match, provider: Provider) -> tuple[Cost, Cost]:
-    """Forward, and backward: five products to forward's two, since it makes the scores again, and maybe the packing."""
+    """Costs forward and backward, two products and five, and of packing."""
     op = _op(m)
     x, y = m.x.nbytes, m.y.nbytes
     flops, settings = max(op.flops(m.x, {}), 1.0), op.settings()
@@ -289,7 +289,7 @@ def _costs(m: Match, provider: Provider) -> tuple[Cost, Cost]:
 
 
 def _seen(m: Match) -> float:
-    """Count of pairs of positions that a kernel goes over that is told the structure.
+    """Pairs of positions that a kernel goes over which is told the structure.
 
     Sequences are taken for equal ones, and lengths of samples for anything from a half to all.
     """

@@ -45,7 +45,7 @@ class Weights8(Maker):
 
 
 class OwnWeights8(Maker):
-    """Weights in 8 bits by scales that follow from themselves: a launch makes these, another one quantizes."""
+    """Weights in 8 bits by scales of their own."""
 
     name = "quantize_weights"
     of = ("weight",)
@@ -96,14 +96,14 @@ def _told(w: Wanted) -> Weight8:
 
 
 def turning_again(w: Wanted, device: torch.device) -> Callable[..., Any] | None:
-    """f(weight, scale) -> W^T, which backward calls where `fully_shard` takes the weight away in between."""
+    """f(weight, scale) -> W^T, for backward where `fully_shard` takes the weight away."""
     return quantizer_on(device, [Weight8(w.given["weight"].dtype, rows=False)]) if w.again else None
 
 
 def _noting(
     run: Callable[..., Any], wanted: Sequence[Wanted], again: Sequence[Callable[..., Any] | None], *given: torch.Tensor
 ) -> Any:
-    """Tensors that are made, on each of which it is noted how W^T is made again: `fully_shard` takes weights away."""
+    """Tensors that are made, noted with how W^T is made again."""
     made = run(*given)
     tensors, parts = iter(made if isinstance(made, tuple) else (made,)), iter(given)
     for w, turn in zip(wanted, again, strict=True):

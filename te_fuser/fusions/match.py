@@ -94,7 +94,7 @@ def costs_in(found: Any) -> Iterator[Any]:
 
 
 def why_no_cost(found: Any) -> str | None:
-    """Reason for which something is no cost of a match, in words; None where it is one, or None itself."""
+    """Reason why something is no cost of a match; costs and None are."""
     if found is None:
         return None
     if not isinstance(found, Cost):
@@ -115,12 +115,8 @@ class ByBlocks:
 
     Attributes:
         name: the tensor, "input", or in backward "dy".
-        layouts: in which it is taken, each by its name with that behind: "input.blocks", as `codegen.description.Store`
-            has them.
-        dtype: the 8 bits.
+        layouts: in which it is taken, as "input.blocks", of those of `codegen.description.Store`.
         function: what runs then: of the same tensors, but for these.
-        cost: what it takes.
-        written: the kernels that it launches.
         needs: the gradients without which it is not worth it.
     """
 
@@ -202,7 +198,7 @@ class MatchedOp:
         return self._op.kind
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The dtype in which a parameter or a named input is read: under autocast a weight is cast first."""
+        """Dtype in which a parameter or named input is read, maybe cast by autocast."""
         return self._dtypes[name]
 
     def own_dtype_of(self, name: str) -> torch.dtype:
@@ -210,7 +206,7 @@ class MatchedOp:
         return self._own[name]
 
     def reads(self, name: str) -> bool:
-        """True where the op is bound to a parameter of that name, or is given such a named input."""
+        """True where the op has such a parameter or named input."""
         return name in self._dtypes
 
     def __getattr__(self, name: str) -> Any:
@@ -280,7 +276,7 @@ class Match:
 
 
 class CalledOp:
-    """One matched op while running: parameters and named inputs as tensors, other attributes of the op as they are."""
+    """A matched op while running: parameters and named inputs are tensors."""
 
     __slots__ = ("_index", "_tensors", "op")
 

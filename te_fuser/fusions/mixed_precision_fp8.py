@@ -9,6 +9,7 @@ from typing import cast
 import torch
 
 from te_fuser.codegen.cuda_source_kernel import WrittenKernel
+from te_fuser.codegen.description import padded
 from te_fuser.dtypes import name_of, text_of
 from te_fuser.fusions.cublaslt import why_no_product
 from te_fuser.fusions.cublaslt_float8 import form_of, why_no_float8
@@ -17,7 +18,7 @@ from te_fuser.fusions.match import Body, Cost, FusionCall, Match
 from te_fuser.kernels import quantizers
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt.tuned import ProductForm
-from te_fuser.kernels.quantizers import KINDS, QuantizeWeights, Transposed8, Weight8, padded, quantizer_on
+from te_fuser.kernels.quantizers import KINDS, QuantizeWeights, Transposed8, Weight8, quantizer_on
 from te_fuser.ops.base import Gradient
 from te_fuser.ops.float8_matmul import PartlyFloat8MatMul, raise_to_largest
 from te_fuser.ops.matmul import as_rows, in_shape_of
@@ -62,7 +63,7 @@ def _gradient(
     which: str,
     product: ProductForm | None,
 ) -> torch.Tensor:
-    """dx = dy W, or dW = dy^T x, for W or x, its scale and inverse; raises the amax of dy."""
+    """dx = dy W, or dW = dy^T x, of W or x with scale and inverse; raises the amax of dy."""
     if product is None:
         raise_to_largest(amax, dy)
         return products.multiply(_KINDS[which], dy, other)

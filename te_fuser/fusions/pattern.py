@@ -41,7 +41,7 @@ PatternPart = Union[type[FusableOperation], OneOf, "Optional", "Repeat"]  # noqa
 
 
 def check(pattern: Sequence[PatternPart], fusion: str) -> tuple[PatternPart, ...]:
-    """The pattern as a tuple; TypeError when it is no list, ValueError, which says why, when it can never match."""
+    """The pattern as a tuple; TypeError for no list, ValueError where it can never match."""
     if not isinstance(pattern, Sequence) or isinstance(pattern, str):
         raise TypeError(
             f"fusion {fusion!r}: a pattern is a list of kinds of ops, got {pattern!r}; write [...] around it"
@@ -146,7 +146,7 @@ class _List:
     places: Sequence[tuple[Place, ...]]
 
     def ends(self, kind: type[FusableOperation], at: int) -> Iterator[int]:
-        """Stops of the op, or of each run of ops of one fused operation, that begins at `at` and is of this kind."""
+        """Stops of the op, or of runs of ops of one fused operation, at `at`."""
         if at >= len(self.ops):
             return
         if not issubclass(kind, FusedOperation):
@@ -167,18 +167,14 @@ def matches(
     start: int,
     places: Sequence[tuple[Place, ...]] = (),
 ) -> Iterator[int]:
-    """Every stop such that ops[start:stop] fits the whole pattern, each once, longest first.
-
-    Args:
-        places: of each op, where it stands in fused operations; by default in none.
-    """
+    """Every stop such that ops[start:stop] fits, each once, longest first."""
     first = heads(pattern) if start < len(ops) else None
     if first is None or among(first, (ops[start].kind,)):
         yield from sorted(set(_stops(tuple(pattern), _List(ops, places), start)), reverse=True)
 
 
 def heads(pattern: Sequence[PatternPart]) -> tuple[type[FusableOperation], ...] | None:
-    """The kinds and families of which the first op of a match is; None: of any, as far as the parts tell."""
+    """Kinds of which the first op of a match is; None: of any."""
     found: list[type[FusableOperation]] = []
     for part in pattern:
         first = part.part if isinstance(part, (Optional, Repeat)) else part

@@ -59,7 +59,7 @@ _MOST_SUMMED = 8192
 
 
 def why_not_here(m: Match, unusable: Callable[[], str | None]) -> str | None:
-    """Reason against the GPU or the package; `unusable` gives that against what is called of the package."""
+    """Reason against the GPU or the package; `unusable` gives that against its functions."""
     if m.capability is None and not torch.cuda.is_available():
         return "no GPU is at hand"
     major, minor = m.capability or torch.cuda.get_device_capability(m.device)
@@ -69,13 +69,13 @@ def why_not_here(m: Match, unusable: Callable[[], str | None]) -> str | None:
 
 
 def _why_no_quack(m: Match, product: int, gelu: int, bias: int) -> str | None:
-    """Reason against ops `product`, `gelu` and `bias` of a match for quack's kernels; None if they fit."""
+    """Reason against ops `product`, `gelu` and `bias` of a match for quack's kernels."""
     why = _why_no_product(m, product, "its tanh is right to 11 bits, which is enough for bfloat16 alone")
     return why or why_no_gelu(m, gelu) or why_no_bias(m, bias) or why_not_here(m, quack.unusable)
 
 
 def _why_no_product(m: Match, product: int, bfloat16_alone: str) -> str | None:
-    """Reason against op `product` of a match, whatever its epilogue, which is for bfloat16 for the reason given."""
+    """Reason against op `product`, whatever its epilogue, for bfloat16 alone."""
     if m.device.type != "cuda":
         return f"quack's kernels run on cuda, the input is on {m.device.type}"
     if m.target == "torch":
@@ -102,7 +102,7 @@ def _why_not_swiglu(m: Match) -> bool | str:
 
 
 def _why_not_onto(m: Match, at: int) -> str | None:
-    """Reason for which the weight gradient of op `at` cannot go to its main_grad in the same step, or None."""
+    """Reason why the weight gradient of op `at` cannot go to its main_grad here."""
     if m[at].accumulate_into_main_grad and m[at].own_dtype_of("weight") != m[at].dtype_of("weight"):
         return "it reads the weight as it is cast, and main_grad is that of the weight itself"
     return None
@@ -112,7 +112,7 @@ def _why_not_onto(m: Match, at: int) -> str | None:
 
 
 def _cost(m: Match, kind: str, share: float, at: int = 0) -> Cost:
-    """Cost of a product that moves what cuBLASLt's of that kind moves, at a share of a plain product's rate."""
+    """Cost of a product that moves as cuBLASLt's, at a share of a plain one's rate."""
     return replace(cost_of(m, kind, at), efficiency=share, calls=CALLS)
 
 
@@ -147,9 +147,7 @@ def _weight_kind(m: Match, at: int) -> str:
 def _cost_back(m: Match, kind: str, share: float, at: int, *, read: float = 0, written: float) -> Cost:
     """Cost of dy W, and then of the gradient of the weight of op `at`, where it is needed.
 
-    Args:
-        kind, share: of dy W, as in `_cost`.
-        read, written: bytes beside those of a product of that kind.
+    `kind` and `share` are of dy W, as in `_cost`; `read` and `written` are bytes beside those of that product.
     """
     product = _cost(m, kind, share, at) + Cost(read, written, launches=0, efficiency=share)
     if not m[at].weight.requires_grad:
@@ -160,7 +158,7 @@ def _cost_back(m: Match, kind: str, share: float, at: int, *, read: float = 0, w
 
 
 def _weight_gradient(m: FusionCall, at: int, dy: torch.Tensor, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """dy^T x for the weight of op `at`, by its name among the gradients, or put into its main_grad; if it is needed."""
+    """dy^T x for the weight of op `at`, if needed, as a gradient or in its main_grad."""
     name = f"{at}.weight"
     if not m.needs(name):
         return {}
@@ -204,7 +202,7 @@ _FACTORS = ("input", "0.weight_data", "0.input_inverse", "0.weight_inverse")
 
 
 def _why_no_quack_8(m: Match, bias: int) -> str | None:
-    """Reason against op 0 and a bias behind it for quack's kernels; None if they fit."""
+    """Reason against op 0 and a bias behind it for quack's kernels."""
     why = cublaslt_float8.why_no_float8(m, ("y",))
     if isinstance(why, str):
         return why
@@ -244,7 +242,7 @@ def _why_not_gelu_8(m: Match, bias: int, recorded: bool) -> str | bool:
 
 
 def _cost_8(m: Match, more: int = 0) -> Cost:
-    """The product's, with one byte more or less written for each number of its output; at the rate that it has."""
+    """Cost of the product, with so many bytes more for a number of its output."""
     made = cublaslt_float8.cost_of(m, "y")
     return replace(made, written=made.written + more * (made.written / 2), efficiency=_BIAS_8, calls=CALLS)
 

@@ -98,34 +98,21 @@ class Fusion(Rule):
     takes_gradients_in: tuple[torch.dtype, ...] = ()
 
     def covers(self, direction: str, start: int, stop: int) -> tuple[int, int]:
-        """(start, stop) of the ops that a direction covers, where the match is start..stop-1.
-
-        Raises:
-            ValueError: when there are none.
-        """
+        """(start, stop) of the ops that a direction covers, where the match is start..stop-1."""
         low, high, _ = (self.forward_ops if direction == "forward" else self.backward_ops).indices(stop - start)
         if low >= high:
             raise ValueError(f"fusion {self.name!r}: its {direction} covers none of the {stop - start} ops of a match")
         return start + low, start + high
 
     def asked(self, what: str, *arguments: Any) -> Any:
-        """Answer of the fusion's function `what`, asked while planning.
-
-        Raises:
-            RuntimeError: when the function fails.
-        """
+        """Answer of the fusion's function `what`, asked while planning."""
         try:
             return getattr(self, what)(*arguments)
         except Exception as error:
             raise RuntimeError(f"fusion {self.name!r}: its `{what}` failed, {error!r}") from error
 
     def costs(self, match: Match) -> Costs | None:
-        """Cost of the match by the fusion's own account; None where it gives none.
-
-        Raises:
-            TypeError: when that is no Cost, or one that nothing can take, as NaN seconds.
-            RuntimeError: when the function fails.
-        """
+        """Cost of the match by the fusion's own account; None where it gives none."""
         if self.cost is None:
             return None
         found = self.asked("cost", match)
@@ -256,7 +243,6 @@ class Wanted:
     """Parameters made for one op that a plan reads.
 
     Attributes:
-        op: as the plan has it.
         given: what is known of the parameters that it is made of, in the order of the maker's `of`.
         makes: the names of what is read, in the order of the maker's `makes`.
         again: those that are not kept for backward, but made again there.
@@ -297,14 +283,14 @@ class Maker(ABC):
 
     @abstractmethod
     def function(self, wanted: Sequence[Wanted], device: torch.device) -> Callable[..., Any]:
-        """f(*what is given) -> what is made, op after op, as a tuple; a tensor, where it is one."""
+        """f(*what is given) -> what is made, op after op: a tuple, or one tensor."""
 
 
 _makers: dict[type[FusableOperation], list[Maker]] = {}
 
 
 def register_maker(kind: type[FusableOperation], *makers: Maker) -> None:
-    """Register the makers of parameters of ops of a kind; the first that takes an op makes them."""
+    """Register makers of parameters of a kind; the first that takes an op makes them."""
     _makers[kind] = [*makers]
 
 

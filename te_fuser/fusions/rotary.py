@@ -42,13 +42,13 @@ def rotation_of(op: RotaryEmbedding) -> packed_heads.Rotation:
 
 
 def why_no_kernel(m: Match) -> str | None:
-    """Reason for which the kernel over packed heads cannot run on what enters the match, or None."""
+    """Reason why the kernel over packed heads cannot run on what enters the match."""
     bias, why = bias_of(m), why_not_scaled(m)
     return why or m.why_no_cuda() or reason_not(m.dtype, m.dtype if bias is None else m[bias].own_dtype_of("bias"))
 
 
 def why_not_scaled(m: Match) -> str | None:
-    """Reason for which a kernel that quantizes cannot stand for QuantizeGradient at the match's beginning, or None."""
+    """Reason why no kernel stands for QuantizeGradient at the match's beginning."""
     if m[0].kind is QuantizeGradient and m[0].own is not None:
         return "its scale follows from the gradient that it quantizes, which has to be there first"
     if m[0].kind is QuantizeGradient and not m[0].reads("amax"):
@@ -62,7 +62,7 @@ def bias_of(m: Match | FusionCall) -> int | None:
 
 
 def quantizes(m: Match | FusionCall) -> torch.dtype | None:
-    """The dtype in which the gradient of what enters the match is wanted, where that is of 8 bits."""
+    """The dtype of 8 bits in which the gradient of what enters the match is wanted."""
     return m[0].dtype if m[0].kind is QuantizeGradient else None  # type: ignore[no-any-return]
 
 
@@ -132,11 +132,8 @@ class _Covered:
     """Summary of a match's ops: all that bodies need beside a call's tensors.
 
     Attributes:
-        rotation, norm: the places of both in the match, if they are there.
+        rotation, norm, bias_at: the places of these in the match, if they are there; `bias` is the dtype of that.
         tables: names of the rotation's inputs that are given: angles of queries, of keys; or cosines and sines.
-        starts, offsets: whether they are given.
-        norm_names: the norm's parameters.
-        bias, bias_at: the dtype of the bias before them and its place, if there is one.
         stored: the dtype of 8 bits in which the gradient of the input is wanted, if it is.
         context: how ranks cut the sequence.
     """
@@ -267,7 +264,7 @@ def _turning(op: RotaryByAngles, inputs: Any, tables: Sequence[str]) -> Turning:
 
 
 def _why_not(m: Match) -> str | None:
-    """Reason for which the kernel cannot run on what the match covers; None where it can."""
+    """Reason why the kernel cannot run on what the match covers."""
     places = _places(m)
     if len(places) < len(m):
         return "it norms once and turns once, and here one of them is done twice"

@@ -24,7 +24,7 @@ def linear(op: MatMul, x: Spec, names: tuple[str, ...]) -> TorchFunction | None:
 
 
 def layer_norm(op: LayerNorm, x: Spec, names: tuple[str, ...]) -> TorchFunction | None:
-    """F.layer_norm, which errs several times as much over few features, and on a CPU adds up half precision in that."""
+    """F.layer_norm, unless it errs: over few features, and in half precision on a CPU."""
     coarse = op.features < 8 or (x.device.type == "cpu" and x.dtype.itemsize < 4)
     if op.zero_centered_gamma or coarse:
         return None

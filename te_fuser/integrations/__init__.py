@@ -31,14 +31,14 @@ class OwnForward(nn.Module):
 
 
 class KeptLists(dict[Members, tuple[Facts, Sequential]]):
-    """The lists of one module, with facts about its parts; a copy or a pickle of the module makes its own."""
+    """Lists of one module, with facts about its parts; copies and pickles make their own."""
 
     def __reduce__(self) -> Any:
         return KeptLists, ()
 
 
 def run_list(module: nn.Module, members: Members, x: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
-    """y of x by a list of these members, kept by the module until one of its parts is another."""
+    """y of x by a list of these members, kept until one of the parts is another."""
     if torch.compiler.is_compiling():
         from te_fuser.fuser.run.dynamo_break import outside_tracing
 

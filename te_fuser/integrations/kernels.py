@@ -27,7 +27,7 @@ _DEVICES = ("cpu", "cuda")
 
 
 def _layer(members: Members, argument: str = "input") -> type[nn.Module]:
-    """A class with a `forward` alone, as `kernels` asks: it becomes a method of the module that it is put into."""
+    """A class with a `forward` alone, which becomes another module's method."""
     forwards: dict[str, Callable[..., torch.Tensor]] = {
         "x": lambda self, x: run_list(self, members, x),
         "input": lambda self, input: run_list(self, members, input),
@@ -60,7 +60,7 @@ def layer_norm(m: Any) -> FusableOperation:
 
 
 def gated_mlp(parts: LayerParts) -> list[nn.Module]:
-    """down_proj(act_fn(gate_proj(x)) * up_proj(x)); a TypeError for an activation that no op gates by."""
+    """down_proj(act_fn(gate_proj(x)) * up_proj(x)); TypeError where no op gates so."""
     from te_fuser.convert.activations import gate_for  # needs transformers, whose modules these are
 
     act: Any = parts.module("act_fn")
@@ -114,10 +114,7 @@ MAPPING = {name: {device: Here(name) for device in _DEVICES} for name in LAYERS}
 
 
 def write_package(folder: str | Path) -> Path:
-    """Write the layers as a kernel package without an architecture, for `kernels` to load from there; the folder.
-
-    The package imports te_fuser, which has to be installed. Files of an earlier one are written over.
-    """
+    """Write the layers into a folder as a package for `kernels`, without an architecture."""
     files = {
         "__init__.py": 'from . import layers\n\n__all__ = ["layers"]\n',
         "layers.py": f"from {__name__} import LAYERS\n\nglobals().update(LAYERS)\n",

@@ -35,7 +35,7 @@ def behind_attention(parts: LayerParts) -> list[nn.Module]:
 
 
 class FusedTransformerBlock(Llama3TransformerBlock):
-    """h = x + attention(norm(x)); y = h + feed_forward(norm(h)): the norm before attention, and all behind it."""
+    """h = x + attention(norm(x)); y = h + feed_forward(norm(h))."""
 
     Config = make_dataclass(
         "FusedTransformerBlock.Config", [], bases=(Llama3TransformerBlock.Config,), kw_only=True, slots=True

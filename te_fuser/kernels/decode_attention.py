@@ -71,7 +71,7 @@ class CacheWrite(TextKernel[_native.CudaKernel]):
         ]
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
-        """The kernel as the native runtime takes it: x, starts, counts, both caches, y."""
+        """The native kernel of x, starts, counts, both caches, y."""
         stored, (whole, _) = _CACHE_DTYPES[self.dtype][0], WHOLE[self.whole]
         tensors = [(stored, _ACCESS), *[(whole, self.whole.itemsize)] * 2, *[(stored, _ACCESS)] * 3]
         return over_rows(self.name, cubin, tensors, 3, 6, _THREADS, blocks=_BLOCKS)
@@ -137,11 +137,7 @@ def why_not_one_query(head_dim: int, dtype: torch.dtype) -> str | None:
 
 @dataclass(frozen=True)
 class OneQuery(TextKernel[_native.CudaKernel]):
-    """The kernel for heads of one kind.
-
-    Args:
-        left: how many keys a query sees before the last; None: all.
-    """
+    """The kernel for heads of one kind; a query sees `left` keys before the last, or all."""
 
     head_dim: int
     kv_heads: int
@@ -181,7 +177,7 @@ class OneQuery(TextKernel[_native.CudaKernel]):
         return [*constants_of(types, numbers, {}), scale]
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
-        """The kernel as the native runtime takes it: queries, keys, values, both lengths, parts, the output."""
+        """The native kernel of queries, keys, values, both lengths, parts, the output."""
         stored, grid = _QUERY_DTYPES[self.dtype], (1, 1, _BLOCKS, False, False)
         tensors = [(stored, 16)] * 3 + [("int32", 4)] * 2 + [("float32", 4), (stored, 2)]
         rows = [("rows", 0), ("groups", 0)]
@@ -197,7 +193,7 @@ class OneQuery(TextKernel[_native.CudaKernel]):
 
 @functools.cache
 def _room(device: torch.device, heads: int) -> int:
-    """Blocks of so many heads that run at once and keep a GPU busy: one more would run alone, after them."""
+    """Blocks of so many heads that run at once and fill a GPU."""
     resident = 4 if heads < 4 else 3  # of a multiprocessor; the fastest on an H200 for 1, 4 and 8 heads
     return resident * torch.cuda.get_device_properties(device).multi_processor_count
 

@@ -44,7 +44,7 @@ _RESIDENT = 512  # threads of a multiprocessor: fewer do not hide the latency of
 
 @dataclass(frozen=True)
 class Scaled:
-    """Way to store a result in 8 bits: times a scale, its largest magnitude before that in `amax`, which is raised."""
+    """Way to store a result in 8 bits: times a scale; its largest magnitude raises `amax`."""
 
     dtype: torch.dtype
     scale: torch.Tensor  # float32, one element, as amax is
@@ -53,12 +53,7 @@ class Scaled:
 
 @dataclass(frozen=True)
 class HeadsPass(TextKernel[_native.CudaKernel]):
-    """Case that the text of such a pass is written for.
-
-    Attributes:
-        heads: of `head_dim` features each, and where they lie.
-        dtype: of what is read and stored.
-    """
+    """Case of such a pass: `heads` of `head_dim` features, read and stored in `dtype`."""
 
     heads: Any
     dtype: torch.dtype
@@ -85,7 +80,7 @@ class HeadsPass(TextKernel[_native.CudaKernel]):
 
     @property
     def vector(self) -> int:
-        """Neighbours that a thread takes at once: at most 16 bytes, within a head, partners in one place."""
+        """Neighbours that a thread takes at once: 16 bytes at most, within a head."""
         wanted = _ACCESS // self.dtype.itemsize
         unit = self.rotary_dim // 2 if self.style == "half" else self.rotary_dim
         while self.heads.head_dim % wanted or (unit and unit % wanted):
@@ -131,7 +126,7 @@ class HeadsPass(TextKernel[_native.CudaKernel]):
 
 
 def reason_not(*dtypes: torch.dtype) -> str | None:
-    """Reason for which such a kernel does not take tensors of these dtypes; None when it does."""
+    """Reason why such a kernel does not take tensors of these dtypes."""
     wrong = next((dtype for dtype in dtypes if dtype not in GENERATED), None)
     taken = ", ".join(map(text_of, GENERATED))
     return None if wrong is None else f"its kernel takes {taken}, there is {text_of(wrong)}"

@@ -55,8 +55,6 @@ class PackedPass(HeadsPass):
 
     Attributes:
         parts: whether queries, keys and values come from three tensors.
-        rotary_dim, style: what turns; 0: nothing does.
-        back: whether it turns back.
         bias, sums: dtypes of the bias that is added and of the sums over rows, if any.
         stored: the dtype of 8 bits that the result is scaled to, if it is.
     """
@@ -86,13 +84,12 @@ class PackedPass(HeadsPass):
         sums: torch.dtype | None = None,
         stored: torch.dtype | None = None,
     ) -> PackedPass:
-        """Pass of `turn`, or of `Packing` (parts, back); layouts and base and offset of a rotation share a text."""
+        """Pass of `turn`, or of `Packing` (parts, back); layouts and bases share a text."""
         turning = (rotation.rotary_dim, rotation.style) if rotation else (0, "half")
         return cls(replace(heads, layout="sequence_first"), dtype, parts, *turning, back, bias, sums, stored)
 
     @property
     def lanes(self) -> int:
-        """Threads of a row."""
         return (self.heads.heads + 2 * self.heads.kv_heads) * self.units
 
     @property
@@ -118,7 +115,6 @@ class PackedPass(HeadsPass):
         return [*lines, f"constexpr float kDirection = {-1.0 if self.back else 1.0};"]
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
-        """The kernel as the native runtime takes it."""
         element, wide = name_of(self.dtype), self.vector * self.dtype.itemsize
         read = [(element, wide)] * (3 if self.parts else 1)
         read += [("float32", 4)] * 2 if self.rotary_dim else []
@@ -155,15 +151,11 @@ def turn(
     sums: torch.dtype | None = None,
     scaled: Scaled | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Turn queries and keys of x + bias, or turn them back.
+    """Turn queries and keys of packed x + bias, or turn them back: the result, contiguous, and the sums [F] or None.
 
     Args:
-        x: packed heads in the layout of `heads`, on a CUDA device; float32, bfloat16 or float16.
-        bias: [F], of any of these dtypes.
         sums: the dtype of the sums over rows that are returned too, as the gradient of a bias is.
         scaled: how the result is stored in 8 bits; None: as x is.
-
-    Returns: the packed result, contiguous, and the sums [F] or None.
     """
     biased, stored = None if bias is None else bias.dtype, None if scaled is None else scaled.dtype
     ready = _ready(heads, x.dtype, False, rotation, back, biased, sums, stored, x.device)
@@ -175,10 +167,7 @@ def turn(
 
 
 class Packing:
-    """Packs the gradients of queries, keys and values, turned back by a rotation if given.
-
-    What dtypes, sizes and strides decide is worked out when they are new.
-    """
+    """Packs the gradients of q, k and v, turned back if at all."""
 
     def __init__(self, heads: PackedHeads, rotation: Rotation | None = None) -> None:
         self._heads, self._rotation = heads, rotation
@@ -198,8 +187,7 @@ class Packing:
             parts: queries [B, G, R, S, D], keys and values [B, G, S, D], on a CUDA device, of one dtype, with any
                 strides.
             grouped: makes such parts of those that are given, by views alone.
-            sums: the dtype of the sums over rows that are returned too, as the gradient of a bias is.
-            scaled: how the result is stored in 8 bits; None: as the parts are.
+            sums, scaled: as `turn` takes them.
         """
         q, k, v = parts
         stored = None if scaled is None else scaled.dtype
@@ -235,8 +223,6 @@ class Rows:
     """Sizes and strides of a launch's tensors, as the kernel takes them.
 
     Attributes:
-        out: the shape of the result.
-        count: rows, which are samples times positions.
         reaches: elements from the first to the last of each source; 0: it is contiguous.
         steps: the integers that the kernel takes.
     """
@@ -259,7 +245,7 @@ class Rows:
         samples: int,
         positions: int,
     ) -> Rows:
-        """Build for a result in the layout of `heads`. ValueError for more rows than the kernel counts."""
+        """Build for a result in the layout of `heads`."""
         if samples * positions > MOST_ROWS:
             raise ValueError(
                 f"{samples} samples of {positions} positions are more than {MOST_ROWS} rows: split the batch"
@@ -329,7 +315,7 @@ def _ready(
 
 
 def _launches(p: PackedPass, out: int) -> tuple[_native.CudaLaunch, ...]:
-    """Launches, by the source of each argument; an absent one is never read, and any address stands for it."""
+    """Launches, by each argument's source; any address stands for an absent one."""
     nothing = ("tensor", 0)
     sources = [("tensor", k) for k in ((0, 1, 2) if p.parts else (0, 0, 0))]
     after = 3 if p.parts else 1

@@ -18,11 +18,10 @@ import torch
 from te_fuser import _native
 from te_fuser.codegen.cuda_source_kernel import TextKernel, constants_of
 from te_fuser.codegen.cuda_text import CTYPES, EVERY_ROW, FINISH_THREADS
-from te_fuser.codegen.description import BLOCK, TOKENS, sizes_in_blocks
+from te_fuser.codegen.description import BLOCK, TOKENS, padded, sizes_in_blocks
 from te_fuser.dtypes import name_of
 from te_fuser.kernels.heads_pass import Scaled, as_one, readable
 from te_fuser.kernels.packed_heads import Parts, Rows, rows_of_parts
-from te_fuser.kernels.quantizers import padded
 from te_fuser.ops.attention.heads import PackedHeads
 
 _ACCESS = 16  # bytes
@@ -43,12 +42,7 @@ def why_not(heads: PackedHeads, dtype: torch.dtype, in_blocks: bool = False) -> 
 class PackedTiles(TextKernel[_native.CudaKernel]):
     """Case that the text of the kernel is written for.
 
-    Attributes:
-        heads: how the result lies.
-        dtype: of what is read.
-        stored: of the result, 8 bits.
-        sums: of the sums over tokens, if any.
-        in_blocks: whether it has a scale for each 128 numbers, as `codegen.description.Store` has these.
+    `stored` are 8 bits, `in_blocks` with a scale for each 128 numbers, as `codegen.description.Store` has these.
     """
 
     heads: PackedHeads
@@ -72,7 +66,7 @@ class PackedTiles(TextKernel[_native.CudaKernel]):
 
     @property
     def blocks(self) -> int:
-        """Blocks of a multiprocessor; by blocks of numbers what is read waits for their scales in shared memory."""
+        """Blocks of a multiprocessor; by blocks, numbers wait in shared memory."""
         if not self.in_blocks:
             return _BLOCKS
         return _WAITING_BLOCKS if self.dtype.itemsize == 2 else 2
@@ -94,10 +88,7 @@ class PackedTiles(TextKernel[_native.CudaKernel]):
         return constants_of(names, integers, flags)
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
-        """The kernel as the native runtime takes it: three parts, scale and amax; rows, turned, and sums if any.
-
-        By blocks there are no scale and no amax.
-        """
+        """The native kernel of three parts, scale and amax; rows, turned, sums."""
         stored = name_of(self.stored)
         scaled = 0 if self.in_blocks else 2
         tensors = [(name_of(self.dtype), _ACCESS)] * 3 + [("float32", 4)] * scaled
@@ -126,10 +117,7 @@ Packed8 = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None"]
 
 
 class TilePacking:
-    """Packs the gradients of queries, keys and values in 8 bits, in both layouts.
-
-    What dtypes, sizes and strides decide is worked out when they are new.
-    """
+    """Packs the gradients of q, k and v in 8 bits, in both layouts."""
 
     def __init__(self, heads: PackedHeads) -> None:
         self._heads = heads
@@ -145,9 +133,7 @@ class TilePacking:
     ) -> Packed8:
         """Rows in the layout of the heads, the same turned [F, tokens, padded to 16], and the sums [F] or None.
 
-        Args:
-            parts: as `packed_heads.Packing` takes them, and `grouped` and `sums`.
-            scaled: how the result is stored, or the dtype of 8 bits by blocks, behind which the scales then lie.
+        As `packed_heads.Packing`; `scaled` may be the dtype of 8 bits by blocks, behind which the scales then lie.
         """
         q, k, v = parts
         stored, in_blocks = (scaled, True) if isinstance(scaled, torch.dtype) else (scaled.dtype, False)

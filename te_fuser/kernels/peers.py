@@ -44,10 +44,7 @@ Memory = tuple[torch.Tensor, Sequence[int]]  # this rank's bytes, and where thos
 
 
 def obstacle(group: Group, device: torch.device) -> str | None:
-    """Reason for which a group's ranks cannot write to one another on the device at hand; None where none is known.
-
-    It asks this process alone: what other ranks lack shows when a plan first runs.
-    """
+    """Reason, as far as this process knows, why ranks cannot write to one another."""
     if device.type != "cuda":
         return f"copy engines are of GPUs, the input is on {device.type}"
     why = _why_no_memory(device) or _why_multicast()
@@ -59,7 +56,7 @@ def obstacle(group: Group, device: torch.device) -> str | None:
 
 
 def _why_no_memory(device: torch.device) -> str | None:
-    """Reason for which PyTorch gives no memory that several GPUs write to; None where it does."""
+    """Reason why PyTorch gives no memory that several GPUs write to."""
     try:
         backend = _symmetric_memory().get_backend(device)
     except ImportError as error:
@@ -76,7 +73,7 @@ def _why_multicast() -> str | None:
 
 
 def _why_not_one_host(group: Group) -> str | None:
-    """Reason for which the ranks are not on one host, as far as their launcher says so; None where they are."""
+    """Reason why the ranks are not on one host, as far as their launcher says so."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not local.isdigit() or local == "0":
         return None
@@ -86,7 +83,7 @@ def _why_not_one_host(group: Group) -> str | None:
 
 
 def _why_no_peers(group: Group, device: torch.device) -> str | None:
-    """Reason for which this host has too few GPUs, or some that do not write to one another's memory; or None."""
+    """Reason why this host has too few GPUs, or some that do not write to one another."""
     count, index = torch.cuda.device_count(), torch.cuda.current_device() if device.index is None else device.index
     if count < group.size and os.environ.get(OVERLAPPING) != "1":
         return (
@@ -101,11 +98,7 @@ def _why_no_peers(group: Group, device: torch.device) -> str | None:
 
 
 class Peers:
-    """The buffers of a group on a device, which grow when an exchange needs more, by all ranks at once.
-
-    Attributes:
-        ranks, rank: how many there are, and this one's number.
-    """
+    """Buffers of a group on a device, which grow on all ranks when needed."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self.ranks, self.rank = group.size, group.rank
@@ -120,12 +113,7 @@ class Peers:
         self._given_up = ""  # why nothing is exchanged any more
 
     def buffers(self, block_bytes: int) -> _native.PeerBuffers:
-        """Buffers for one more exchange of blocks of so many bytes; all ranks ask for them in the same order.
-
-        Raises:
-            RankMismatchError: where an exchange of the group was given up.
-            RuntimeError: where there is no memory for them, or a CUDA graph is captured that needs larger ones.
-        """
+        """Buffers for one more exchange of such blocks; all ranks ask in one order."""
         self.check()
         self._started += 1
         found = self._native
@@ -136,26 +124,22 @@ class Peers:
         return found
 
     def blocks(self, buffer: int, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The block of each rank in a buffer, as a tensor of that shape and dtype, and all of them joined, [R, ..]."""
+        """The block of each rank in a buffer, as a tensor like that, and all joined, [R, ..]."""
         return self._blocks(buffer, like.shape, like.dtype)
 
     def check(self) -> None:
-        """Refuse more exchanges where the device waited for other ranks in vain.
-
-        Raises:
-            RankMismatchError: naming those that did not come.
-        """
+        """Refuse more exchanges where the device waited for other ranks in vain."""
         if self._given_up:
             raise consistency.RankMismatchError(f"{self._given_up}. Nothing is exchanged any more: end the processes")
 
     def mark(self) -> None:
-        """Note that the current stream has replayed exchanges, for whoever asks whether the device is done."""
+        """Note that the current stream has replayed exchanges."""
         self._started += 1
         for buffers in self._all():
             buffers.mark()
 
     def look(self) -> None:
-        """End what the device waits for, where it has for the group's timeout and nothing was started meanwhile."""
+        """End what the device waits for since the group's timeout."""
         now, longest = time.monotonic(), consistency.timeout(self._group)
         if self.is_done() or self._seen != self._started:
             self._seen, self._since = self._started, now
@@ -169,7 +153,7 @@ class Peers:
             warnings.warn(f"{self._given_up}: what it gave since is void", RuntimeWarning, stacklevel=1)
 
     def _silent(self) -> str:
-        """The other ranks, without those that say in the store that their devices wait, too."""
+        """The other ranks, but those that say in the store that their devices wait, too."""
         store, key = self._group.process_group().get_group_store(), "te_fuser/waits/{}".format
         silent = [f"{rank}" for rank in range(self.ranks) if rank != self.rank]
         with contextlib.suppress(RuntimeError):  # where the store is gone
@@ -183,7 +167,7 @@ class Peers:
         return all(buffers.is_done() for buffers in self._all())
 
     def release(self) -> None:
-        """Let what waits for other ranks on the device now go on; what it computes is void."""
+        """Let what waits for other ranks on the device go on; what it computes is void."""
         for buffers in self._all():
             buffers.release()
 
@@ -226,7 +210,7 @@ class Peers:
 
 
 class ByCopies:
-    """A transport by copy engines: sums are taken in float32 where the blocks are, and rounded once."""
+    """A transport by copy engines: sums are float32 where the blocks are, rounded once."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
@@ -246,11 +230,7 @@ class ByCopies:
 
 
 class _Copies:
-    """Copies under way, and the tensors that they need, which may not be freed before.
-
-    Attributes:
-        blocks: those of all ranks, of which the sum is wanted.
-    """
+    """Copies under way, with their tensors; `blocks` are to be added up."""
 
     def __init__(
         self,
@@ -277,14 +257,14 @@ class _Copies:
 
 
 def closed(opened: tuple[_native.PeerBuffers, int], *behind: object) -> tuple[()]:
-    """Give back a buffer that a step has left open, when the current stream has come so far: behind these."""
+    """Give back a buffer that a step left open, when the current stream has come so far."""
     opened[0].close(opened[1])
     return ()
 
 
 @dataclass(frozen=True)
 class PeersOf:
-    """The peers of a group on a device, as they are when something is asked of them: a group may be made anew."""
+    """The peers of a group on a device, asked for each time: a group may be made anew."""
 
     group: Group
     device: torch.device
@@ -330,7 +310,7 @@ _ending = threading.Event()
 
 @functools.cache
 def _watch() -> None:
-    """Look at all peers now and then: no backend would end what a device waits for where another rank does not come."""
+    """Look at all peers now and then: no backend ends what a device waits for."""
 
     def run() -> None:
         while not _ending.wait(_LOOK):
@@ -351,11 +331,7 @@ def _watch() -> None:
 
 
 def _symmetric_allocation(group: Group, size: int, device: torch.device) -> Memory:
-    """Memory of so many bytes on each rank, which every rank can write.
-
-    Raises:
-        RuntimeError: where they cannot be had, or by NVLink multicast alone.
-    """
+    """Memory of so many bytes on each rank, which every rank can write."""
     os.environ.setdefault(MULTICAST, "1")
     why = _why_multicast()
     if why is not None:
@@ -378,7 +354,7 @@ def _symmetric_allocation(group: Group, size: int, device: torch.device) -> Memo
 
 
 def _allocated(size: int, device: torch.device) -> torch.Tensor:
-    """Memory of so many bytes; where there is no room, the allocator first gives back what it keeps."""
+    """Memory of so many bytes; where there is no room, the allocator gives back first."""
     try:
         return _symmetric_memory().empty(size, dtype=torch.uint8, device=device)  # type: ignore[no-any-return]
     except RuntimeError:

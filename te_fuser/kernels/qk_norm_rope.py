@@ -73,9 +73,7 @@ class Turning:
 
     Attributes:
         rotary_dim: features that turn.
-        tables: "angles" (of all that turns), "pair" (of queries, of keys) or "cos_sin".
-        queries, keys: whether they turn.
-        dtype: of the tables.
+        tables: "angles" (of all that turns), "pair" (of queries, of keys) or "cos_sin"; `dtype` is theirs.
         starts, offsets: dtypes of them, where the call gives them; if both, the same.
         padded: whether rows at positions without angles are padding, and take the nearest; else they are NaN.
     """
@@ -113,7 +111,6 @@ class TurnedPass(HeadsPass):
     """Case that the text of the pass is written for.
 
     Attributes:
-        back: whether it is the backward.
         columns: the dtype of the sums over rows that backward gives, if any.
         gradients: of which of `WEIGHTS` backward gives the gradients.
         stored: the dtype of 8 bits that the result is scaled to, if it is.
@@ -134,12 +131,10 @@ class TurnedPass(HeadsPass):
 
     @property
     def rotary_dim(self) -> int:
-        """Number of features of a head that turn."""
         return self.turning.rotary_dim if self.turning else 0
 
     @property
     def style(self) -> str:
-        """Pairing of a head's features in the rotation."""
         return self.turning.style if self.turning else "half"
 
     @property
@@ -154,12 +149,10 @@ class TurnedPass(HeadsPass):
 
     @property
     def lanes(self) -> int:
-        """Threads of a row."""
         return self.heads.heads * self.width
 
     @property
     def resident(self) -> int:
-        """Threads of a multiprocessor."""
         return _RESIDENT_READING if self.reads else super().resident
 
     @property
@@ -250,7 +243,6 @@ class TurnedPass(HeadsPass):
         ]
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
-        """The kernel as the native runtime takes it."""
         wide = self.vector * self.dtype.itemsize
         read = dict.fromkeys(("from", "read") if self.reads else ("from",), (name_of(self.dtype), wide))
         if self.turning is not None:
@@ -300,7 +292,7 @@ class TurnedPass(HeadsPass):
 
 
 def reason_not(head_dim: int, *dtypes: torch.dtype) -> str | None:
-    """Reason for which the kernel does not take such heads, or tensors of these dtypes; None when it does."""
+    """Reason why the kernel does not take such heads, or tensors of these dtypes."""
     wide = f"its kernel takes heads of at most {MOST_FEATURES} features" if head_dim > MOST_FEATURES else None
     return heads_pass.reason_not(*dtypes) or wide
 
@@ -331,10 +323,8 @@ Form = tuple[_native.CudaKernel, tuple[int, ...], tuple[int, int], tuple[int, ..
 class Turned:
     """A pass as it is called. What devices, sizes and strides decide is worked out when they are new.
 
-    Args:
-        layout: "sequence_first" [S, B, features], "batch_first" [B, S, features], or "tokens" [tokens, features]; of a
-            norm alone "tokens" too, and heads are any [.., features].
-        eps: of the norm.
+    `layout` is "sequence_first" [S, B, features], "batch_first" [B, S, features], or "tokens" [tokens, features]; of a
+    norm alone "tokens" too, and heads are any [.., features].
     """
 
     def __init__(self, p: TurnedPass, layout: str, eps: float = 0.0) -> None:
@@ -356,9 +346,6 @@ class Turned:
             x: heads, or in backward the gradient of the output, on a CUDA device, of the pass's dtype.
             read: in backward of a norm, the input of the forward.
             scaled: how the result is stored in 8 bits, where the pass says that it is.
-
-        Raises:
-            ValueError: for more rows than the kernel counts, and angles of no position.
         """
         p = self._pass
         out = torch.empty_like(x, dtype=p.stored or x.dtype, memory_format=torch.contiguous_format)
@@ -428,7 +415,7 @@ def _table_numbers(tables: Sequence[torch.Tensor], given: PassInputs) -> tuple[i
 
 
 def _launches(p: TurnedPass, read: list[str]) -> tuple[_native.CudaLaunch, ...]:
-    """Launches, by the source of each argument; an absent one is never read, and any address stands for it."""
+    """Launches, by each argument's source; any address stands for an absent one."""
     places = {name: ("tensor", k) for k, name in enumerate(read)}
     if "second" not in places:
         places["second"] = places.get("first", ("tensor", 0))

@@ -1,10 +1,10 @@
-"""Matrices in 8 bits on a GPU: bytes turned, scales of amaxes, weights by their scales, matrices by blocks.
+"""Numbers of 8 bits on a GPU: bytes turned, weights by their scales, matrices by blocks, amaxes folded into scales.
 
 Products of 8 bits read what lies along what they sum: a weight by rows in forward and turned for the gradient of their
 input, tokens turned for that of a weight. So a matrix that two of them read is made by rows and turned, from one
 reading: all weights of a list in one launch, beside their largest magnitudes; others by a scale for each block, which
-follows from that. The kernels' texts are `transposed8.cu`, `quantize_weights.cu` and `quantize_blocks.cu`;
-`ops/blockwise_scaling.py` says what the last computes.
+follows from that, as `ops/blockwise_scaling.py` computes it. The kernels' texts are `transposed8.cu`,
+`quantize_weights.cu`, `quantize_blocks.cu` and `fold_amaxes.cu`.
 """
 
 from __future__ import annotations
@@ -12,31 +12,26 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from te_fuser import _native
 from te_fuser.codegen.cuda_source_kernel import TextKernel, constants_of, over_rows
 from te_fuser.codegen.cuda_text import CTYPES, literal
-from te_fuser.codegen.description import NUMBERS, ScaleOf
+from te_fuser.codegen.description import NUMBERS, ScaleOf, padded
 from te_fuser.dtypes import text_of
 from te_fuser.formula.float8 import rounded
 from te_fuser.ops.blockwise_scaling import scale_by
+from te_fuser.ops.quantized_matmul import STEP
 from te_fuser.recipe.recipes import OwnScales
 
-STEP = 16  # tokens, and rows and columns of weights, come in multiples of so many
 _SIDE, _THREADS = 128, 256  # of a tile; of a block
-_ENDLESS = 1 << 20  # blocks of a multiprocessor, one after the other: each does one tile and ends
+_ENDLESS = 1 << 20  # blocks of a multiprocessor, one after the other: each does one tile, or one product, and ends
 _MOST_TOKENS = 2**31 - STEP
-
-
-def padded(tokens: int) -> int:
-    """Tokens up to the next multiple of 16."""
-    return -(-tokens // STEP) * STEP
 
 
 def transpose_by_torch(data: torch.Tensor) -> torch.Tensor:
@@ -48,11 +43,7 @@ def transpose_by_torch(data: torch.Tensor) -> torch.Tensor:
 
 
 def transpose_by_kernel(data: torch.Tensor) -> torch.Tensor:
-    """Turn data in one launch, on a GPU; plans compile the kernel.
-
-    Raises:
-        ValueError: for what `reason_not` names, and for more tokens than the kernel counts.
-    """
+    """Turn data in one launch, on a GPU; plans compile the kernel."""
     *leading, features = data.shape
     tokens = math.prod(leading)
     why = why_not_transposed(features)
@@ -69,7 +60,7 @@ def transpose_by_kernel(data: torch.Tensor) -> torch.Tensor:
 
 
 def why_not_transposed(features: int) -> str | None:
-    """Reason for which the kernel does not transpose rows of so many features; None when it does."""
+    """Reason why the kernel does not transpose rows of so many features."""
     return (
         f"the kernel that turns bytes takes rows of a multiple of {STEP}, not {features}" if features % STEP else None
     )
@@ -77,14 +68,13 @@ def why_not_transposed(features: int) -> str | None:
 
 @dataclass(frozen=True)
 class Transposed8(TextKernel[_native.CudaKernel]):
-    """The kernel as plans compile it beside their generated ones; the text is one for both dtypes of 8 bits."""
+    """The kernel beside a plan's generated ones."""
 
     dtype: torch.dtype
     name: ClassVar[str] = "transposed8"
     source: ClassVar[Path] = Path(__file__).with_name("transposed8.cu")
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
-        """The kernel as the native runtime takes it."""
         return over_rows(self.name, cubin, [(text_of(self.dtype), STEP)] * 2, 1, 2, _THREADS, blocks=_ENDLESS)
 
 
@@ -93,12 +83,12 @@ _OF_NOTHING = complex(*struct.unpack("=2d", struct.pack("=4f", 1.0, 1.0, 0.0, 0.
 
 
 def of_nothing(count: int, device: torch.device) -> torch.Tensor:
-    """`NUMBERS` that kernels raise, float32 [count, 4]: those of an amax of 0, which stay where there are no rows."""
+    """`NUMBERS` that kernels raise, float32 [count, 4]: those of an amax of 0."""
     return torch.full((count, 1), _OF_NOTHING, dtype=torch.complex128, device=device).view(torch.float32)
 
 
 def lower_again(amax: torch.Tensor) -> None:
-    """Have an amax be 0 again, [], or among `NUMBERS`, of which the others stay as they are."""
+    """Have an amax be 0 again, [], or among `NUMBERS`, whose others stay."""
     (amax[NUMBERS.index("largest") :] if amax.dim() else amax).zero_()
 
 
@@ -108,7 +98,7 @@ def in_kernels(dtype: torch.dtype, scaling: OwnScales) -> ScaleOf:
 
 
 def scale_by_torch(amax: torch.Tensor, dtype: torch.dtype, scaling: OwnScales) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scale that follows from a largest magnitude, and its reciprocal, on any device; amax is zero afterwards."""
+    """The scale of a largest magnitude, and its reciprocal, on any device; amax is zero afterwards."""
     with torch.no_grad():
         scale = scale_by(amax, dtype, scaling)
         amax.zero_()
@@ -123,13 +113,7 @@ Quantizer = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Weight8:
-    """Request for a weight in 8 bits.
-
-    Attributes:
-        dtype: the weight's.
-        rows, turned: in which layouts.
-        records: whether its amax is raised.
-    """
+    """Request for a weight of this dtype in 8 bits; `records`: its amax is raised."""
 
     dtype: torch.dtype
     rows: bool = True
@@ -169,11 +153,9 @@ def weights_by_torch(weights: Sequence[Weight8], *tensors: torch.Tensor) -> Any:
 
 @dataclass(frozen=True)
 class QuantizeWeights(TextKernel[_native.QuantizeWeights]):
-    """The kernel as plans compile it beside their generated ones.
+    """The kernel as plans compile it beside their generated ones; `dtype` is the 8 bits that it makes.
 
-    Attributes:
-        dtype: which 8 bits it makes.
-        scale: what it makes of each amax; it is then given four numbers for each, `codegen.description.NUMBERS`.
+    `scale` is what it makes of each amax; it is then given four numbers for each, `codegen.description.NUMBERS`.
     """
 
     dtype: torch.dtype = DTYPE
@@ -189,7 +171,6 @@ class QuantizeWeights(TextKernel[_native.QuantizeWeights]):
         return [*constants_of({"Narrow": CTYPES[text_of(self.dtype)]}, {}, flags), floats]
 
     def native(self, cubin: bytes) -> _native.QuantizeWeights:
-        """The kernel as the native runtime takes it."""
         return _native.QuantizeWeights(cubin, text_of(self.dtype))
 
 
@@ -204,11 +185,7 @@ def measuring_weights(scaling: OwnScales) -> QuantizeWeights:
 class OwnWeights:
     """f(*weights) -> (what is made of them in 8 bits, their scales, the reciprocals of these).
 
-    Plans compile the kernels.
-
-    Args:
-        weights: what is made of each.
-        scalings: how each gets its scale; by one launch for those that do alike.
+    `scalings` say how each gets its scale; by one launch for those that do alike. Plans compile the kernels.
     """
 
     def __init__(self, device: torch.device, weights: Sequence[Weight8], scalings: Sequence[OwnScales]) -> None:
@@ -254,9 +231,6 @@ class BlocksOf:
     By rows it is [.., features], or [tokens up to a multiple of 16, features] where tokens are no multiple of 4;
     turned, [features, tokens up to a multiple of 16]. The scales lie as `_native.CudaMatmul` takes them. What the
     kernel does not make is empty.
-
-    Args:
-        kernel: that for x's dtype, which plans compile.
     """
 
     __slots__ = ("_by_rows", "_kernel", "_ready", "_turned")
@@ -301,8 +275,7 @@ class BlocksOf:
 def unpacked(made: torch.Tensor, columns: int, turned: bool = False) -> Factor:
     """A matrix as a generated kernel makes it by blocks, [.., features and room for their scales].
 
-    Args:
-        columns: features; turned, tokens, which come up to a multiple of 16.
+    `columns` are features; turned, tokens, which come up to a multiple of 16.
     """
     *leading, _ = made.shape
     rows, room, flat = math.prod(leading), padded(columns) if turned else columns, made.view(-1)
@@ -317,11 +290,7 @@ def _scales_of(rows: int, columns: int, square: bool) -> tuple[int, int]:
 
 
 def _readable(x: torch.Tensor, tokens: int) -> torch.Tensor:
-    """x as the kernel can read it.
-
-    Raises:
-        ValueError: for features that are no multiple of 16, and for more rows than the kernel counts.
-    """
+    """x as the kernel can read it."""
     features = x.shape[-1]
     if features % STEP or max(tokens, features) > _MOST:
         raise ValueError(
@@ -338,10 +307,8 @@ class QuantizeBlocks(TextKernel[_native.CudaKernel]):
     """The kernel that quantizes by blocks.
 
     Attributes:
-        dtype, narrow: of the matrix, and the 8 bits.
         wanted: "rows", "turned" or "both".
         square: whether a block is 128 x 128, else 128 numbers of a row.
-        power_of_two, epsilon: as `QParams` has them.
     """
 
     dtype: torch.dtype
@@ -363,8 +330,84 @@ class QuantizeBlocks(TextKernel[_native.CudaKernel]):
         return [*constants_of(types, {}, flags), floats]
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
-        """The kernel as the native runtime takes it."""
         narrow, number = (text_of(self.narrow), STEP), ("float32", 4)
         tensors = [(text_of(self.dtype), STEP), narrow, narrow, number, number]
         tile = _SIDE * _SIDE * (self.dtype.itemsize + (self.wanted != "rows"))
         return over_rows(self.name, cubin, tensors, 1, 4, _THREADS, blocks=_ENDLESS, shared_bytes=tile)
+
+
+# ------------------------------------------------------------- amaxes folded into histories and scales, one launch
+
+ROLES = 3
+APART = 4  # floats from one number of a snapshot to the next: cuBLAS reads scales at multiples of 16 bytes
+_FOLD_THREADS = 192
+_NOTHING: tuple[int, ...] = (0,) * 8
+
+
+class Folded(NamedTuple):
+    """A product whose amaxes are folded: what is written in place, and by which rule.
+
+    Attributes:
+        history: float32 [length, 3], newest first.
+        scale: float32 [3].
+        newest: whether the scale follows from the newest amax; else from the largest.
+        margin: powers of two left free, -126 to 126.
+        forward, backward: the largest numbers of the formats.
+    """
+
+    history: torch.Tensor
+    scale: torch.Tensor
+    newest: bool
+    margin: int
+    forward: float
+    backward: float
+
+
+class AmaxFolder:
+    """Folds amaxes of always the same products, whose histories and scales stay where they are, side by side.
+
+    `products` are by row among the amaxes, of which there may be `rows`; other rows are counted and cleared alone.
+    """
+
+    def __init__(self, products: Mapping[int, Folded], rows: int, device: torch.device) -> None:
+        listed = [_NOTHING] * rows  # of `Product` in the text
+        for place, (row, (history, scale, *rule)) in enumerate(products.items()):
+            listed[row] = (history.data_ptr(), scale.data_ptr(), len(history), place, *map(int, rule))
+        self._table = torch.tensor(listed, dtype=torch.int64).view(rows, len(_NOTHING)).to(device)
+        self._count = len(products)
+        self._kernel = FoldAmaxes().ready(device)
+
+    def by_kernel(
+        self, amaxes: torch.Tensor, not_finite: torch.Tensor, rows: int, over: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Fold amaxes, count what is not finite and clear them, in one launch.
+
+        Args:
+            amaxes: float32 [rows, 3] or longer.
+            not_finite: int64, the same: raised by one where an amax is infinite or NaN.
+            rows: how many there are now, no fewer than those of products.
+            over: what this gave before, to be written again; without it the numbers have memory of their own.
+
+        Returns:
+            Of each product three scales and three reciprocals, float32 [products, 6, 4], the first of four each: at
+            multiples of 16 bytes.
+        """
+        numbers = over
+        if numbers is None:
+            numbers = torch.empty(self._count, 2 * ROLES, APART, dtype=torch.float32, device=amaxes.device)
+        if rows:
+            self._kernel((self._table, amaxes, amaxes, not_finite, numbers), rows, 1, 1, ())
+        return numbers
+
+
+@dataclass(frozen=True)
+class FoldAmaxes(TextKernel[_native.CudaKernel]):
+    """The kernel as plans compile theirs."""
+
+    name: ClassVar[str] = "fold_amaxes"
+    source: ClassVar[Path] = Path(__file__).with_name("fold_amaxes.cu")
+
+    def native(self, cubin: bytes) -> _native.CudaKernel:
+        """The native kernel of the table, what was seen, slots, counts, the snapshot."""
+        tensors = [("int64", 8), ("float32", 4), ("float32", 4), ("int64", 8), ("float32", 16)]
+        return over_rows(self.name, cubin, tensors, 2, 0, _FOLD_THREADS, blocks=_ENDLESS)

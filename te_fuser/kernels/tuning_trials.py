@@ -32,7 +32,7 @@ class Deciding:
 
 @dataclass(frozen=True)
 class Trial:
-    """One choice that was looked at: its time over that of the best plan before it, and what came of it."""
+    """One choice: its time over that of the best plan before it, and what came of it."""
 
     place: str
     choice: str
@@ -42,17 +42,12 @@ class Trial:
 
 
 def dropped(trials: Iterable[Trial]) -> list[Trial]:
-    """The trials where all that was taken is not faster together: what each gained over the one before was noise."""
+    """Trials where all that was taken is not faster together: each gain was noise."""
     return [dataclasses.replace(t, taken=False, reason="together not faster") if t.taken else t for t in trials]
 
 
 def concluded(trials: Sequence[Trial], place: str, contest: Callable[[], float]) -> list[Trial]:
-    """The trials and, where one was taken, the last one: all that was taken together.
-
-    Args:
-        place: what the last one is called.
-        contest: gives the model's time with all that was taken over that without any of it.
-    """
+    """The trials and, where one was taken, a last one, `place`."""
     if not any(t.taken for t in trials):
         return list(trials)
     total = contest()
@@ -61,7 +56,7 @@ def concluded(trials: Sequence[Trial], place: str, contest: Callable[[], float])
 
 
 def seconds_alone(work: ModelCall) -> float:
-    """Seconds that work takes on PyTorch's current device, by events; the least of three after one to warm up."""
+    """Seconds of work on PyTorch's current device, by events."""
     times = []
     for _ in range(4):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))

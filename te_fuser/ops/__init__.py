@@ -1,7 +1,7 @@
 """Operations: what a model is made of, each by its meaning."""
 
 from te_fuser.distributed.group import Group
-from te_fuser.ops.activations import GELU, QGELU, Identity, ReLU, Sigmoid, SiLU, SReLU, Tanh
+from te_fuser.ops.activations import GELU, QGELU, Identity, LogSoftmax, ReLU, Sigmoid, SiLU, Softmax, SReLU, Tanh
 from te_fuser.ops.attention.dot_product_attention import DotProductAttention
 from te_fuser.ops.attention.head_norm import HeadNorm
 from te_fuser.ops.attention.head_parallel import OfHeads, OfPositions, SharedAttention
@@ -27,7 +27,6 @@ from te_fuser.ops.rotary_by_angles import RotaryByAngles
 from te_fuser.ops.rotary_embedding import RotaryEmbedding
 from te_fuser.ops.row_op import RowOp
 from te_fuser.ops.sharing import Cut
-from te_fuser.ops.softmax import LogSoftmax, Softmax
 from te_fuser.ops.structure import Add, Flatten, Fork, Output, Reshape, Take, Unflatten
 from te_fuser.params.binding import Given
 from te_fuser.params.concatenated_parameter import Together, Transposed

@@ -1,11 +1,12 @@
-"""Activations of one argument, by formulas."""
+"""Activations of one argument, by formulas; softmax and its logarithm, over the features of each row."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from te_fuser.formula import erf, relu, sigmoid, tanh
+from te_fuser.formula import detach, erf, exp, log, relu, row_max, row_sum, sigmoid, tanh
+from te_fuser.ops.checks import check_last
 from te_fuser.ops.row_op import RowOp
 
 
@@ -85,7 +86,7 @@ GELU_FORMS = {"tanh": gelu_tanh, "none": gelu_erf}
 
 
 def known_form(op: RowOp, approximate: str) -> str:
-    """Check the form that an op was given as `approximate`, and return it; ValueError where there is no such form."""
+    """Check the form that an op was given as `approximate`, and return it."""
     if approximate not in GELU_FORMS:
         raise ValueError(f"{type(op).__name__} knows approximate='tanh' and 'none', got {approximate!r}")
     return approximate
@@ -119,3 +120,44 @@ class QGELU(RowOp):
 
     def compute(self, x: Any) -> Any:
         return x * sigmoid(1.702 * x)
+
+
+def shifted(x: Any) -> Any:
+    """x less its row's largest feature, so that no exponential overflows."""
+    return x - detach(row_max(x))
+
+
+class Softmax(RowOp):
+    """Turn the features of each row into probabilities: y = exp(x) / sum(exp(x)).
+
+    Like torch.nn.Softmax(dim=-1): -inf gives 0, and a row of nothing else NaN.
+
+    Args:
+        dim: -1; what goes over another dimension stays torch.nn's module.
+    """
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__()
+        check_last(self, dim)
+
+    def compute(self, x: Any) -> Any:
+        e = exp(shifted(x))
+        return e / row_sum(e)
+
+
+class LogSoftmax(RowOp):
+    """Turn the features of each row into logarithms of probabilities: y = x - log(sum(exp(x))).
+
+    Like torch.nn.LogSoftmax(dim=-1): right also where the probability is too small for its dtype.
+
+    Args:
+        dim: -1; what goes over another dimension stays torch.nn's module.
+    """
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__()
+        check_last(self, dim)
+
+    def compute(self, x: Any) -> Any:
+        z = shifted(x)
+        return z - log(row_sum(exp(z)))

@@ -21,9 +21,6 @@ class AutocastPolicy:
             x as it comes, and where that is in the lower dtype, as after a product, fusions read float32 parameters in
             it too; formulas need not. None leaves the op alone.
         wide_parameters: those that an opaque op takes in float32 whatever its input is.
-
-    Raises:
-        ValueError: when `runs_in` is another word.
     """
 
     runs_in: str | None = None
@@ -44,7 +41,7 @@ AUTOCAST.add(AutocastPolicy(wide_parameters=("weight", *NUMBERS, *_amaxes)), ops
 
 
 def autocast_policy(runs_in: str | None = None, *, wide_parameters: tuple[str, ...] = ()) -> Callable[[Kind], Kind]:
-    """Decorator that gives a class of ops, and those derived from it, an `AutocastPolicy` in place of its base's."""
+    """Decorator that gives a class of ops, and those derived from it, an `AutocastPolicy`."""
     return AUTOCAST.row(AutocastPolicy(runs_in, wide_parameters))
 
 

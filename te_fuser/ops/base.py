@@ -54,10 +54,7 @@ class NamedInput:
 
 @record()
 class Spec:
-    """Shape, dtype and device of a tensor, all that is known of it while planning.
-
-    Sizes that depend on a call may note what is asked of them (`ops.sizes`).
-    """
+    """Shape, dtype and device of a tensor while planning; sizes may note questions."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -65,7 +62,7 @@ class Spec:
 
     @functools.cached_property
     def key(self) -> Hashable:
-        """Key that is equal for specs equal in all shapes that a plan may hold for; it asks nothing of their sizes."""
+        """Key equal for specs of all shapes that a plan may hold for; it asks nothing of sizes."""
         return tuple([s.text if isinstance(s, Size) else s for s in self.shape]), self.dtype, self.device
 
     @property
@@ -92,7 +89,7 @@ class Spec:
         return self._seen(exact)
 
     def rounded(self) -> Spec:
-        """Spec as prices see it: in plain numbers, those of a call rounded up to the grid."""
+        """Spec as prices see it, in plain numbers."""
         return self._seen(rounded_up)
 
     def _seen(self, view: Callable[[int], int]) -> Spec:
@@ -124,14 +121,14 @@ class Gradient:
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """Names that the function of a fusion's node takes: dy, unless it reads that otherwise, and what it reads."""
+        """Names that the function of a fusion's node takes: dy, and what it reads."""
         instead = any(name.startswith("dy.") or name.endswith(".d_output") for name in self.reads)
         return self.reads if instead else ("dy", *self.reads)
 
 
 @dataclass
 class OpCall:
-    """One call as an opaque op sees it: tensors by name, the gradients that are needed, the stream of its draws."""
+    """One call of an opaque op: tensors by name, the gradients that are needed, its draws' stream."""
 
     tensors: dict[str, torch.Tensor | None] = field(default_factory=dict)
     needed: frozenset[str] = frozenset()
@@ -163,10 +160,7 @@ class OpCall:
 
 @record()
 class LoweredOp:
-    """An op as the planner sees it: the op, the parameters it reads, and its place in the module tree.
-
-    `aside` are bindings that a pass may give to what it puts in the place of the op.
-    """
+    """An op with parameters and place; `aside` are bindings of what a pass puts there."""
 
     op: FusableOperation
     bindings: Mapping[str, Binding]
@@ -346,14 +340,7 @@ def revise(op: FusableOperation) -> None:
 
 
 def output_specs(op: FusableOperation, x: Spec, inputs: Mapping[str, Spec] | None = None) -> dict[str, Spec]:
-    """Specs of all outputs, "output" and the named ones: as infer_from() says, else as named_output() does.
-
-    Args:
-        inputs: the named inputs by argument.
-
-    Raises:
-        TypeError, ValueError: when the op cannot take these, or says of no output what it is.
-    """
+    """Specs of all outputs, "output" and the named ones: as infer_from() says, else as named_output() does."""
     said = op.infer_from(x, inputs or {})
     given = {**said} if isinstance(said, Mapping) else {"output": said}
     if "output" not in given:
@@ -362,7 +349,7 @@ def output_specs(op: FusableOperation, x: Spec, inputs: Mapping[str, Spec] | Non
 
 
 def outputs_by_name(op: FusableOperation, made: Any, who: str) -> Mapping[str, Any]:
-    """Results of an op, given by `who`, as a dict: "output" and those of `values`; TypeError when it gives others."""
+    """Results of an op, given by `who`, by name: "output" and `values`, no others."""
     found = made if isinstance(made, Mapping) else {"output": made}
     if found.keys() != {"output", *op.values}:
         gives, all_of = (", ".join(map(str, names)) for names in (found, ("output", *op.values)))

@@ -9,15 +9,12 @@ from te_fuser.recipe.recipes import Block, OwnScales
 
 
 def scales_of(t: torch.Tensor, dtype: torch.dtype, scaling: OwnScales) -> torch.Tensor:
-    """The scales of a matrix [rows, columns] in a dtype of 8 bits: [], or one for each block [blocks, blocks].
-
-    They are float32; float64 where t is so.
-    """
+    """Scales of a matrix: [], or one a block [blocks, blocks]; float32, or float64 of float64."""
     return scale_by(_amaxes(t, scaling.block).to(torch.promote_types(t.dtype, torch.float32)), dtype, scaling)
 
 
 def scale_by(amax: torch.Tensor, dtype: torch.dtype, scaling: OwnScales) -> torch.Tensor:
-    """The scales that follow from largest magnitudes, float32 or float64, of a dtype of 8 bits."""
+    """Scales of a dtype of 8 bits that follow from largest magnitudes."""
     least = amax.clamp_min(scaling.by.amax_epsilon)
     largest = torch.full_like(least, torch.finfo(dtype).max)  # a number over a tensor is rounded twice
     scale = (largest / least).clamp_max(torch.finfo(torch.float32).max)
@@ -36,23 +33,19 @@ def put_scales(
 
 
 def quantized(t: torch.Tensor, dtype: torch.dtype, scaling: OwnScales) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix [rows, columns] times its scales in 8 bits, and what that is multiplied by to be itself again.
-
-    Returns:
-        data in the dtype, and the reciprocals of the scales as `scales_of` gives them.
-    """
+    """A matrix times its scales in 8 bits, and the reciprocals of these as `scales_of` gives them."""
     scale = scales_of(t, dtype, scaling)
     return rounded(t.to(scale.dtype) * spread(scale, t.shape, scaling.block), dtype), scale.reciprocal()
 
 
 def dequantized(t: torch.Tensor, dtype: torch.dtype, scaling: OwnScales) -> torch.Tensor:
-    """Quantize a matrix to 8 bits by its own scales and back, in float32; in float64 where it is so."""
+    """Quantize a matrix to 8 bits by its own scales and back, in float32 or float64."""
     data, inverse = quantized(t, dtype, scaling)
     return data.to(inverse.dtype) * spread(inverse, t.shape, scaling.block)
 
 
 def spread(numbers: torch.Tensor, shape: torch.Size, block: Block | None) -> torch.Tensor:
-    """Numbers of blocks for each element of a matrix of that shape; a number of all as it is."""
+    """Numbers of blocks for each element of a matrix; one of all as it is."""
     if block is None:
         return numbers
     down, across = (torch.arange(size, device=numbers.device) // side for size, side in zip(shape, block, strict=True))

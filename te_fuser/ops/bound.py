@@ -102,11 +102,7 @@ class Bound(FusableOperation):
 
     @property
     def owner(self) -> torch.nn.Module:
-        """The module whose parameters are read.
-
-        Raises:
-            ReferenceError: when it is gone.
-        """
+        """The module whose parameters are read."""
         owner = self._owner()
         if owner is None:
             names = ", ".join(self._all_names())

@@ -45,7 +45,7 @@ class Cast(RowOp):
 
 
 class _Quantizer(RowOp):
-    """Rounding to 8 bits of x, or of its gradient, by a named scale, a bound one, or one that follows from it."""
+    """Rounding to 8 bits of x, or of its gradient, by a named scale, a bound one, or its own."""
 
     def __init__(self, dtype: torch.dtype, *, scale: str | None = "scale", own: OwnScales | None = None) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class QuantizeGradient(_Quantizer):
 
 
 class _MeasureGradient(torch.autograd.Function):
-    """x as it is; the gradient by its own scale, which is put into numbers of the call, with its reciprocal."""
+    """x as it is; the gradient by its own scale, which goes into numbers of the call."""
 
     @staticmethod
     def forward(

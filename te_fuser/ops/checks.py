@@ -88,11 +88,7 @@ def _required(init: Any) -> tuple[str, ...]:
 
 
 def check_arguments(kind: type, given: Sequence[Any], named: Mapping[str, Any]) -> None:
-    """Refuse arguments that the constructor of a class does not take.
-
-    Raises:
-        TypeError: naming the nearest, and what it takes.
-    """
+    """Refuse arguments that the constructor of a class does not take."""
     signature = _signature(kind.__init__)  # type: ignore[misc]
     if not named and len(given) == len(_required(kind.__init__)):  # type: ignore[misc]
         return
@@ -132,7 +128,7 @@ def meant(word: str, names: Collection[str]) -> str:
 
 
 def no_module(kind: str, given: Any) -> TypeError:
-    """The error for what stands in a list of modules and is none, or none that can be called."""
+    """The error for what is no module in a list, or none that can be called."""
     from te_fuser import ops
 
     name = getattr(given, "__name__", type(given).__name__)
@@ -144,7 +140,7 @@ def no_module(kind: str, given: Any) -> TypeError:
 
 
 def described(given: Any) -> str:
-    """The words of an error for what was given: a tensor by its shape, a class as one, other objects by their class."""
+    """Words for what was given: a tensor by its shape, others by their class."""
     kind = type(given)
     if isinstance(given, torch.Tensor):
         return f"a {kind.__name__} of shape {list(given.shape)}"
@@ -168,12 +164,7 @@ _P = ParamSpec("_P")
 
 
 def feature_size(features: int | Sequence[int], name: str = "features") -> int:
-    """The size of the last dimension from an int or a sequence of one, as torch.nn takes it.
-
-    Raises:
-        ValueError: for more than one dimension, or a negative size.
-        TypeError: for anything but whole numbers.
-    """
+    """The size of the last dimension from an int or a sequence of one, as torch.nn takes it."""
     sizes = tuple(features) if isinstance(features, (tuple, list, torch.Size)) else (features,)
     if not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
         raise TypeError(f"{name} is a whole number, got {features!r}")
@@ -185,12 +176,12 @@ def feature_size(features: int | Sequence[int], name: str = "features") -> int:
 
 
 def may_look(device: torch.device) -> bool:
-    """True where an op may look at values to refuse them: on a CPU, where no compiler or exporter traces it."""
+    """True where an op may look at values: on a CPU, where nothing traces it."""
     return device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def check_floating(x: Spec, takes: str = "te_fuser ops take") -> None:
-    """Refuse integers and booleans; TypeError when x holds no floating-point numbers."""
+    """Refuse integers and booleans."""
     if not x.dtype.is_floating_point:
         may_be_ids = not x.dtype.is_complex and x.dtype != torch.bool
         ids = "put a torch.nn.Embedding before it where these are ids of tokens, else " if may_be_ids else ""
@@ -198,7 +189,7 @@ def check_floating(x: Spec, takes: str = "te_fuser ops take") -> None:
 
 
 def must_say(**choices: str) -> Callable[[Callable[Concatenate[Any, _P], None]], Callable[Concatenate[Any, _P], None]]:
-    """Decorator of a constructor with keywords without a default: the error for a missing one says the choices."""
+    """Decorator of a constructor with keywords that errors say the choices of."""
 
     def around(init: Callable[Concatenate[Any, _P], None]) -> Callable[Concatenate[Any, _P], None]:
         @functools.wraps(init)
@@ -215,7 +206,7 @@ def must_say(**choices: str) -> Callable[[Callable[Concatenate[Any, _P], None]],
 
 
 def check_features(op: FusableOperation, x: Spec, features: int) -> None:
-    """Refuse an input whose last dimension is not `features`; ValueError naming both sizes."""
+    """Refuse an input whose last dimension is not `features`."""
     name = type(op).__name__
     if not x.shape:
         raise ValueError(f"{name} takes [..., {features}], got a scalar")
@@ -227,12 +218,7 @@ def check_features(op: FusableOperation, x: Spec, features: int) -> None:
 
 
 def check_probability(p: float, name: str | None = None) -> float:
-    """A drop probability as a float; `name` is what the caller calls it.
-
-    Raises:
-        ValueError: when it is not in [0, 1].
-        TypeError: when it is no number.
-    """
+    """A drop probability as a float; `name` is what the caller calls it."""
     what = "a drop probability" if name is None else f"{name}, a drop probability,"
     if not isinstance(p, (int, float)):
         raise TypeError(f"{what} is a number in [0, 1], got {p!r}")
@@ -242,7 +228,7 @@ def check_probability(p: float, name: str | None = None) -> float:
 
 
 def check_eps(op: FusableOperation, eps: float) -> float:
-    """The eps of a norm, once checked; ValueError unless it is finite and >= 0, TypeError when it is no number."""
+    """The eps of a norm, once checked."""
     found = real_number(type(op).__name__, "eps", eps)
     if not 0.0 <= found < math.inf:
         raise ValueError(f"{type(op).__name__}: eps is a small number, such as 1e-5, got {eps!r}")
@@ -257,7 +243,7 @@ def real_number(op: str, name: str, value: Any) -> float:
 
 
 def finite_number(op: str, name: str, value: Any) -> float:
-    """An argument of an op; TypeError when it is no number, ValueError when it is infinite or NaN."""
+    """A finite number, of an argument of an op."""
     found = real_number(op, name, value)
     if not math.isfinite(found):
         raise ValueError(f"{op} takes a finite number as {name}, got {value}")
@@ -272,12 +258,7 @@ def whole_number(op: str, name: str, value: int) -> int:
 
 
 def count(op: str, name: str, value: int, least: int = 1) -> int:
-    """An argument of an op that counts something.
-
-    Raises:
-        TypeError: when it is no whole number.
-        ValueError: when it is less than `least`.
-    """
+    """An argument of an op that counts something."""
     found = whole_number(op, name, value)
     if found < least:
         raise ValueError(f"{op} takes a whole number from {least} on as {name}, got {value}")
@@ -292,18 +273,14 @@ def yes_or_no(op: str, name: str, value: bool) -> bool:
 
 
 def function_or_none(op: str, name: str, value: Any) -> Any:
-    """An argument of an op that is a function, where it is given; TypeError when it is none."""
+    """A function, or None, of an argument of an op."""
     if not (value is None or callable(value)):
         raise TypeError(f"{op} takes a function as {name}, or None, got {value!r}")
     return value
 
 
 def check_last(op: FusableOperation, dim: int) -> None:
-    """Take the `dim` that torch.nn's module of that name has, where it is the last one.
-
-    Raises:
-        ValueError: when it is another.
-    """
+    """Take the `dim` that torch.nn's module of that name has, where it is the last one."""
     if dim != -1:
         name = type(op).__name__
         raise ValueError(
@@ -313,7 +290,7 @@ def check_last(op: FusableOperation, dim: int) -> None:
 
 
 def check_batch_dim(op: FusableOperation, x: Spec, batch_dim: int) -> None:
-    """Refuse an input without that dimension, or whose features it is; ValueError naming dimension and shape."""
+    """Refuse an input without that dimension, or whose features it is."""
     dims = len(x.shape)
     if not -dims <= batch_dim < dims - 1 or batch_dim == -1:
         raise ValueError(
@@ -332,18 +309,14 @@ def check_name(name: str) -> str:
 
 
 def check_parameters_dtype(name: str, dtype: Any) -> None:
-    """Refuse what is no dtype for parameters, under the argument's name; None is torch's default.
-
-    Raises:
-        TypeError: saying what to write.
-    """
+    """Refuse what is no dtype for parameters, by the argument's name; None is torch's default."""
     if not (dtype is None or isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         use = f"torch.{dtype}" if str(dtype) in TABLE else "torch.bfloat16, say"
         raise TypeError(f"{name} is a floating-point dtype of torch's, got {dtype!r}: use {use}")
 
 
 def resolve_shape(shape: Sequence[int], elements: int) -> tuple[int, ...]:
-    """`shape` with its -1, if any, replaced so that it holds that many elements; ValueError when no size does."""
+    """`shape` with its -1, if any, replaced so that it holds that many elements."""
     known = math.prod(size for size in shape if size != -1)
     if -1 not in shape:
         if known != elements:

@@ -17,12 +17,7 @@ from te_fuser.ops.operations import UnfusedOperation
 
 
 class Carried(NamedTuple):
-    """Dtypes of what an op exchanges where it is of 8 bits in one direction, and joined there, not added up.
-
-    Attributes:
-        values: the dtype of x and y.
-        gradients: the dtype of dy and dx.
-    """
+    """Dtypes of what an op joins in 8 bits: `values` are x and y, `gradients` dy and dx."""
 
     values: torch.dtype
     gradients: torch.dtype

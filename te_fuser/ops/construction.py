@@ -50,7 +50,7 @@ Op = TypeVar("Op", bound=torch.nn.Module)
 
 
 def empty(*shape: int, dtype: torch.dtype | None, device: torch.device | str | None) -> torch.nn.Parameter:
-    """A parameter that `reset_parameters` is to fill; TypeError for what is no floating-point dtype."""
+    """A parameter that `reset_parameters` is to fill, in a floating-point dtype."""
     check_parameters_dtype("dtype", dtype)
     return torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
 
@@ -62,13 +62,7 @@ def fill(parameter: torch.nn.Parameter | None, number: float) -> None:
 
 
 def alike(op: Op, features: int, **changed: Any) -> Op:
-    """An op of the same kind for so many input features, made on the meta device where it takes one.
-
-    Its constructor gets the attributes that have its arguments' names.
-
-    Raises:
-        NotImplementedError: when an argument without a default is no such attribute.
-    """
+    """An op of the same kind and attributes for so many features."""
     given: dict[str, Any] = {}
     for name, argument in inspect.signature(type(op)).parameters.items():
         value = getattr(op, name, argument.empty)

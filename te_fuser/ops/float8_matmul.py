@@ -94,12 +94,7 @@ class Float8Form:
         return _Products.apply(x, given("weight"), self.exact() if exact else self, names, *tensors)  # type: ignore[no-any-return]
 
     def _factor(self, given: Given, product: int, place: int, t: torch.Tensor | None = None) -> torch.Tensor:
-        """x, W or dy by rows as it is multiplied: what its 8 bits stand for, or as it is, where the product is kept.
-
-        Args:
-            product: y, dx or dW.
-            place: of the factor in `_ROLES`; W is given by its name.
-        """
+        """x, W or dy by rows as a product takes it: what its 8 bits stand for, or, if kept, itself."""
         role, wide = _ROLES[place], torch.promote_types(self.dtype, torch.float32)
         is_quantized = self.weight_is_kept if place == 1 else self.comes_quantized
         t = given("weight_data" if is_quantized else "weight") if t is None else as_rows(t)

@@ -29,7 +29,7 @@ def hooks_of(m: torch.nn.Module) -> tuple[dict[int, Any], ...]:
 
 
 def _is_users(hook: Any) -> bool:
-    """True for any hook but PyTorch's own (fully_shard, prune, weight_norm), without which a module may not run."""
+    """True for any hook but PyTorch's own, without which a module may not run."""
     named = getattr(getattr(hook, "func", hook), "__module__", None) or ""  # of a functools.partial its function
     return named.partition(".")[0] != "torch"
 
@@ -41,7 +41,7 @@ def has_users_hooks(module: torch.nn.Module) -> bool:
 
 @contextmanager
 def silenced(module: torch.nn.Module) -> Iterator[None]:
-    """Silence hooks of the module, of those in it and for all modules, in this thread; PyTorch's own still run."""
+    """Silence hooks in a module and for all modules, in this thread, but PyTorch's own."""
     here = threading.get_ident()
 
     def quiet(hook: Any) -> Any:
@@ -59,7 +59,7 @@ def silenced(module: torch.nn.Module) -> Iterator[None]:
 
 
 def modules_as_they_are(layer: torch.nn.Module) -> Facts:
-    """The modules in a layer: which they are, of which class, with which hooks, and no forward that was put there."""
+    """Facts that modules in a layer are the same, of the same class, hooks and forward."""
     modules = list(layer.modules())
     inner = modules[1:]
     hooks = [h for m in inner for h in hooks_of(m)]
@@ -79,7 +79,7 @@ def hook_facts(hooks: Iterable[dict[int, Any]]) -> Facts:
 
 
 def facts_of_parts(whole: FusableOperation) -> Facts:
-    """Facts that hold while the ops that another one is lowered to are these, with these attributes and hooks."""
+    """Facts that an op's parts are these, with these attributes and hooks."""
     parts = tuple(whole._modules.values())
     ops = [part for part in parts if isinstance(part, FusableOperation)]
     hooks = hook_facts(kind for op in ops for kind in hooks_of(op))
@@ -87,7 +87,7 @@ def facts_of_parts(whole: FusableOperation) -> Facts:
 
 
 def refuse_hooks(whole: FusableOperation, name: str, part: FusableOperation) -> None:
-    """Refuse hooks of an op that another one is lowered to; TypeError when it has one."""
+    """Refuse hooks of an op that another one is lowered to."""
     if any(hooks_of(part)):
         raise TypeError(
             f"{type(whole).__name__}: part {name!r} has a hook, which would not run: hook the whole operation, "

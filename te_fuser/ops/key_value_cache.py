@@ -98,11 +98,7 @@ class KeyValueCache(OfHeads):
         return (Gradient(("input",), (), "no_gradient"),)
 
     def no_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        """Refuse a gradient: what later calls read of the caches is not known.
-
-        Raises:
-            RuntimeError: in each call.
-        """
+        """Refuse a gradient: what later calls read of the caches is not known."""
         raise RuntimeError("KeyValueCache has no gradient: call the model under torch.no_grad()")
 
     def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
@@ -126,7 +122,7 @@ class KeyValueCache(OfHeads):
         return heads.merge_output(torch.where(lost, torch.nan, q))
 
     def _check_room(self, call: OpCall, lost: torch.Tensor, room: int) -> None:
-        """Raise, in words, where a CPU's rows would lie behind a cache; ValueError saying which sample's."""
+        """Refuse rows of a CPU behind the end of a cache."""
         if not may_look(lost.device) or not len(found := lost.nonzero()):
             return
         sample = int(found[0, 1])

@@ -118,11 +118,7 @@ class MatMul(Cut, UnfusedOperation, HoldsScales):
 
     @property
     def own_features(self) -> tuple[int, int]:
-        """in_features and out_features of this rank's weight.
-
-        Raises:
-            ValueError: when ranks cannot cut them into equal parts.
-        """
+        """in_features and out_features of this rank's weight."""
         mode = self.parallel_mode
         inner = self.share(self.in_features, "in_features") if mode == ROW else self.in_features
         return inner, self.share(self.out_features, "out_features") if mode == COLUMN else self.out_features

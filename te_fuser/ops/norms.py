@@ -100,7 +100,7 @@ class Norm(Cut, RowOp):
 
 
 def as_row(norm: str, sizes: tuple[int, ...]) -> Flatten:
-    """Make one dimension of the last ones, which are to have these sizes, for a norm of that name."""
+    """Make one dimension of the last ones, which have these sizes, for that norm."""
     return _AsRow(norm, sizes)
 
 
@@ -126,10 +126,7 @@ def _check_sizes(norm: str, x: Spec, sizes: tuple[int, ...]) -> None:
 
 
 def normalize(x: Any, eps: float, features: int) -> Any:
-    """(x - mean(x)) / sqrt(var(x) + eps) of each row; the variance is that of all features, without correction.
-
-    Of one feature that is 0 whatever it is, and so is its gradient, exactly: no mean is taken.
-    """
+    """(x - mean(x)) / sqrt(var(x) + eps) of each row; exactly 0 of one feature."""
     centered = x - (x if features == 1 else row_mean(x))
     return centered * rsqrt(row_mean(centered * centered) + eps)
 

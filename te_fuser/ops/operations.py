@@ -15,7 +15,7 @@ from te_fuser.ops.hooks import facts_of_parts, refuse_hooks
 
 
 def by_name(owner: str, result: Any) -> dict[str, torch.Tensor | None]:
-    """The gradients of a backward that gives dx, or (dx, {name: gradient}); TypeError for any other tuple."""
+    """Gradients of a backward that gives dx, or (dx, {name: gradient})."""
     if not isinstance(result, tuple):
         return {"input": result}
     if len(result) != 2 or (type(result[1]) is not dict and not isinstance(result[1], Mapping)):

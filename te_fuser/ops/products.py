@@ -31,12 +31,12 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def is_torchs(rows: int, inner: int, columns: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """True where products of these sizes are PyTorch's own on every machine that has products in `dtype`."""
+    """True where products of these sizes are PyTorch's own on every machine with products in `dtype`."""
     return device.type != "cpu" or dtype != torch.float32 or rows * inner * columns < _WORTH_ONEDNN
 
 
 def _may_choose(x: torch.Tensor) -> bool:
-    """True where there may be a choice, asked before sizes are: autograd and compilers know one way for every size."""
+    """True where there may be a choice: autograd and compilers know one way for every size."""
     return x.dtype == torch.float32 and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
@@ -88,7 +88,7 @@ _ASKED = {
 
 @functools.cache
 def half_gains() -> Mapping[torch.dtype, float]:
-    """bfloat16 and float16, where the CPU at hand has products in them -> how many times faster than in float32."""
+    """bfloat16 and float16, where a CPU has products in them -> their speed over float32's."""
     named = getattr(torch.cpu, "get_capabilities", None)
     there = {name: getattr(torch.cpu, ask, bool)() for name, ask in _ASKED.items()}
     if named is not None:

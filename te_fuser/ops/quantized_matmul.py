@@ -130,17 +130,14 @@ def product(
     out_dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(a scale_a) (b scale_b)^T + bias by PyTorch: what 8 bits stand for, multiplied in float32 and rounded once.
-
-    In float64, where a scale is so.
-    """
+    """(a scale_a) (b scale_b)^T + bias of 8 bits, in float32, or float64 as a scale; rounded once."""
     wide = torch.promote_types(scale_a.dtype, torch.float32)
     y = (a.to(wide) * scale_a) @ (b.to(wide) * scale_b.to(wide)).mT
     return (y if bias is None else y + bias.to(wide)).to(out_dtype)
 
 
 def multiple(size: int, name: str, kind: type[UnfusedOperation]) -> int:
-    """A size that products of 8 bits take; ValueError for one that is no multiple of 16."""
+    """A size that products of 8 bits take, a multiple of 16."""
     found = feature_size(size, name)
     if found % STEP:
         raise ValueError(f"{kind.__name__} takes {name} in multiples of {STEP}, got {found}: run this one as a MatMul")

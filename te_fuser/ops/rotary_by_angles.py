@@ -214,7 +214,7 @@ class RotaryByAngles(OfPositions):
         return (self.kv_heads or 1) if self.packing == "interleaved" else 1
 
     def _spans(self, x: torch.Tensor, tables: tuple[Any, Any]) -> list[tuple[torch.Tensor, Any]]:
-        """Heads that lie one behind the other, [.., .., (groups,) heads, head_dim], and what they turn by, or None."""
+        """Heads one behind the other, [.., .., (groups,) heads, head_dim], and what they turn by."""
         groups = self._groups
         rows = x.shape[:2] if self.offsets is None else (x.shape[0], 1)
         count = x.shape[-1] // (groups * self.head_dim)
@@ -240,7 +240,7 @@ class RotaryByAngles(OfPositions):
         return found[0], found[1] if "key_angles" in self.named_inputs() else found[0]
 
     def _placed(self, call: OpCall, given: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """The rows of a table that x has, as they broadcast against heads, in what heads are turned in."""
+        """Rows of a table that x has, as they broadcast against heads, in their dtype."""
         sequence, batch = LAYOUTS[self._order]
         starts, wide = call.get("starts"), torch.promote_types(x.dtype, torch.float32)
         length = x.shape[sequence]
@@ -256,11 +256,7 @@ class RotaryByAngles(OfPositions):
         return rows if rows.dtype == wide else rows.to(wide)
 
     def _rows(self, given: torch.Tensor, places: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
-        """Rows of a table at places [S, B] of samples [B], or at places [T].
-
-        Raises:
-            ValueError: on a CPU, for places that it does not have, where they are not padding.
-        """
+        """Rows of a table at places [S, B] of samples [B], or at places [T]."""
         last = given.shape[0] - 1
         within = places.clamp(0, last)
         rows = given[within] if samples is None else given.expand(-1, len(samples), -1, -1)[within, samples]

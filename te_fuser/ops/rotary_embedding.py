@@ -44,7 +44,7 @@ def _turn_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction
 
 @dataclass(frozen=True)
 class RotaryStyle:
-    """Pairing of features: `turn(x, cos, sin, direction)` may overwrite x; the others are for the reference."""
+    """Pairing of features: `turn` may overwrite x; the others are for the reference."""
 
     turn: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
     apart: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
@@ -110,10 +110,7 @@ def _table(
 def rotation_table(
     spans: Spans, rotary_dim: int, base: float, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, each [positions, rotary_dim / 2], for the positions in `spans`: (first, how many) of each block.
-
-    Angles are float64, rounded once. Tables are kept by length (the next power of two), shared by all layers.
-    """
+    """cos and sin, [positions, rotary_dim / 2], for `spans`, of float64 angles, kept by length."""
     last = max(first + count for first, count in spans)
     tables = _table(1 << max(last - 1, 0).bit_length(), rotary_dim, base, dtype, device)
     with torch.inference_mode(False), torch.no_grad():

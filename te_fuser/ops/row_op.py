@@ -58,11 +58,7 @@ class RowOp(FusableOperation):
         return None
 
     def arguments(self) -> tuple[str, ...]:
-        """The names of compute's arguments after x.
-
-        Raises:
-            TypeError: when there is no formula, or an argument that is neither a tensor's name nor `name=None`.
-        """
+        """The names of compute's arguments after x."""
         return tuple(_arguments(type(self).compute, type(self).__name__))
 
     def required(self) -> tuple[str, ...]:
@@ -114,7 +110,7 @@ class RowOp(FusableOperation):
         return {name: replace(spec, dtype=dtype) if name == "output" else spec for name, spec in given.items()}
 
     def _width(self, features: int) -> int:
-        """Number of features the formula gives for so many; as many where it cannot be read (planning says why)."""
+        """Features that the formula gives for so many; as many where it cannot be read."""
         y = self.on_symbols(features).get("output")
         return features if y is None or not y.axes & Axes.FEATURE else y.width
 

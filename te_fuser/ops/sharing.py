@@ -80,11 +80,7 @@ class Cut(OfRanks, FusableOperation):
         return self.parallel_mode is not None and self.group.size > 1
 
     def share(self, size: int, name: str) -> int:
-        """A rank's part of a size.
-
-        Raises:
-            ValueError: when there are no equal parts.
-        """
+        """A rank's part of a size."""
         ranks = self.group.size
         if size % ranks:
             raise ValueError(
@@ -119,7 +115,7 @@ def spans(positions: int, ranks: int, rank: int, balanced: bool) -> Spans:
 
 
 def blocks_of(whole: torch.Tensor, blocks: Spans, dim: int = 0) -> torch.Tensor:
-    """Blocks of the whole along a dimension, one behind the other; a view where there is one."""
+    """Blocks of the whole along a dimension, one behind the other."""
     parts = [whole.narrow(dim, first, count) for first, count in blocks]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
@@ -142,11 +138,11 @@ class Context:
         return spans(positions, self.group.size, self.group.rank, self.balanced)
 
     def own(self, whole: torch.Tensor, positions: int, dim: int = 0) -> torch.Tensor:
-        """Positions of this rank among the first of the whole, along a dimension; a view where they are one block."""
+        """Positions of this rank among the first of the whole."""
         return blocks_of(whole, self.spans(positions), dim)
 
     def check(self, op: str, whole: int) -> None:
-        """Refuse sequences that cannot be cut so; ValueError naming the ranks and what to do."""
+        """Refuse sequences that cannot be cut so."""
         blocks = self.group.size * (2 if self.balanced else 1)
         if whole % blocks:
             raise ValueError(

@@ -19,11 +19,7 @@ def on_grid(size: int) -> int:
 
 
 class Questions:
-    """Questions asked of the sizes of one call while it was planned, each once.
-
-    Attributes:
-        answers: a question, as an expression of the sizes s0, s1, ... -> its answer.
-    """
+    """Questions asked of sizes s0, s1, .. of a call while it was planned, and the answers."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Any] = {}
@@ -177,10 +173,7 @@ def rounded_up(size: Any) -> Any:
 
 
 def asked(function: Callable[..., Answer], *arguments: Any) -> Answer:
-    """function(*arguments) with plain sizes, noted as one question where there are sizes of a call among them.
-
-    For functions that read sizes natively: the answer ties the plan to the shapes that it holds for, not to this one.
-    """
+    """Answer of a function that reads sizes natively."""
     answer = function(*map(exact, arguments))
     size = next((a for a in arguments if isinstance(a, Size)), None)
     if size is not None:

@@ -138,11 +138,7 @@ class Reshape(UnfusedOperation):
         self.shape = _sizes(type(self).__name__, shape)
 
     def target(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The output's shape for an input of `shape`.
-
-        Raises:
-            ValueError: when there is none.
-        """
+        """The output's shape for an input of `shape`."""
         return resolve_shape(self.shape, math.prod(shape))
 
     def infer(self, x: Spec) -> Spec:

@@ -15,10 +15,7 @@ from te_fuser.ops.operations import UnfusedOperation
 
 @dataclass(frozen=True)
 class TensorFunction:
-    """A plain function of tensors that a method of an opaque op amounts to: steps call it without an OpCall around it.
-
-    `reads` names its arguments: "input" or "dy", parameters, named inputs.
-    """
+    """A function of tensors, `reads` by name, that an opaque op's method amounts to."""
 
     function: Callable[..., torch.Tensor]
     reads: tuple[str, ...]
@@ -61,9 +58,6 @@ def torch_function(found: TorchFunction | Callable[..., TorchFunction | None]) -
     Args:
         found: the function; or f(op, x, names) -> the function, or None where there is none, for what is known of x
             (`Spec`) and the names of the parameters and named inputs that are bound.
-
-    Raises:
-        TypeError: when it is neither.
     """
     if not isinstance(found, TorchFunction) and not inspect.isfunction(found):
         raise TypeError(f"torch_function takes a TorchFunction, or a function (op, x, names) of it, got {found!r}")
@@ -71,10 +65,7 @@ def torch_function(found: TorchFunction | Callable[..., TorchFunction | None]) -
 
 
 def forward_of(function: Callable[..., torch.Tensor], *reads: str) -> Callable[..., torch.Tensor]:
-    """`op_forward` of an op whose output is a function of tensors alone; `reads` names them, "input" among them.
-
-    A subclass that defines its own op_forward replaces it.
-    """
+    """`op_forward` of an op that is a function of tensors alone, `reads` by name."""
 
     def op_forward(self: UnfusedOperation, call: OpCall, x: torch.Tensor) -> torch.Tensor:
         """The output for x."""
@@ -87,7 +78,7 @@ def forward_of(function: Callable[..., torch.Tensor], *reads: str) -> Callable[.
 def gradient_of(
     name: str, function: Callable[..., torch.Tensor], *reads: str
 ) -> Callable[..., dict[str, torch.Tensor | None]]:
-    """A gradient method that gives `name` alone, a function of tensors; `reads` names them, "dy" among them."""
+    """A gradient method of `name` alone, a function of tensors `reads`, "dy" among them."""
 
     def gradient(self: UnfusedOperation, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
         """The gradient of one argument."""

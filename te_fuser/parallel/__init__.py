@@ -3,8 +3,7 @@
 from te_fuser.distributed.placement import Partial, Placement, Replicated, Shard
 from te_fuser.fuser.run.delayed import backward_dw
 from te_fuser.parallel.derive import derived_plan
-from te_fuser.parallel.gradients import leave_sums_to_engine
-from te_fuser.parallel.parallelize import cut_sequence, parallelize
+from te_fuser.parallel.parallelize import cut_sequence, leave_sums_to_engine, parallelize
 from te_fuser.parallel.styles import Column, Heads, Row
 from te_fuser.sharding.rules import ShardingContext, ShardingRule, sharding_rule
 

@@ -27,7 +27,7 @@ class _Pieces(LocalShardsWrapper):
     """Pieces of a whole, which take their values from it."""
 
     def copy_(self, whole: torch.Tensor, non_blocking: bool = False) -> _Pieces:
-        """Fill the pieces from a whole tensor, `torch.distributed.checkpoint.state_dict`'s from the first rank."""
+        """Fill the pieces from a whole tensor that the first rank sends."""
         for piece, offsets in zip(self.local_shards(), self.local_offsets(), strict=True):
             piece.copy_(
                 whole[tuple([slice(o, o + n) for o, n in zip(offsets, piece.shape, strict=True)])], non_blocking
@@ -36,7 +36,7 @@ class _Pieces(LocalShardsWrapper):
 
 
 class WholeShape(DTensor):
-    """A DTensor whose parts lie apart, in the shape of the whole, for checkpoints: nothing else is computed on it."""
+    """A DTensor of parts that lie apart, in the shape of the whole, for checkpoints alone."""
 
     cut: DTensor
     laid: Laid
@@ -73,7 +73,7 @@ class WholeShape(DTensor):
 
 
 def _as_it_lies(value: Any, like: DTensor, laid: Laid | None) -> Any:
-    """Loaded value in the layout of a parameter: of a whole tensor a rank's part; one that does not fit as it is."""
+    """Loaded value in a parameter's layout: of a whole tensor a rank's part; else as it is."""
     if isinstance(value, WholeShape):
         return value.cut
     if isinstance(value, DTensor) and laid is not None:
@@ -92,7 +92,7 @@ _known: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # which have param
 
 
 class _Layouts(dict[str, Laid]):
-    """Layouts of those parameters of a module that lie in parts; copies and pickles of the module get their own."""
+    """Layouts of a module's parameters that lie in parts; copies have their own."""
 
     def __init__(self, owner: torch.nn.Module, laid: Mapping[str, Laid]) -> None:
         super().__init__(laid)
@@ -112,15 +112,12 @@ def _watch_optimizers() -> None:
 
 
 def set_laid(owner: torch.nn.Module, name: str, laid: Laid) -> None:
-    """Say how the parts of a parameter lie: optimizers' states have it in the shape of the whole from then on, too."""
+    """Say how parts of a parameter lie."""
     owner.__dict__[LAID] = _Layouts(owner, {**how_laid(owner), name: laid})
 
 
 def keep_whole_shapes(owner: torch.nn.Module) -> None:
-    """Let checkpoints of a module have the shapes of the whole model.
-
-    What it loads may be whole tensors, of which each rank takes its part.
-    """
+    """Let checkpoints of a module have the whole model's shapes."""
     hooks: Iterable[Any] = owner._load_state_dict_pre_hooks.values()
     if any(hook.hook is _take_whole for hook in hooks):
         return
@@ -147,7 +144,7 @@ _watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def _watch_optimizer(optimizer: torch.optim.Optimizer, *call: Any) -> None:
-    """Before each step of any optimizer: of one that has such parameters, `state_dict` has the shapes of the whole."""
+    """Give an optimizer's `state_dict` the shapes of the whole, before a step."""
     if optimizer in _watched or not any(True for _ in _those_laid(optimizer)):
         return
     _watched.add(optimizer)
@@ -159,7 +156,7 @@ def _watch_optimizer(optimizer: torch.optim.Optimizer, *call: Any) -> None:
 
 
 def _those_laid(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, DTensor, Laid]]:
-    """The parameters of an optimizer whose parts lie apart, with their places, and how they lie."""
+    """Parameters of an optimizer whose parts lie apart, with their places, and how they lie."""
     known = {id(owner._parameters[name]): laid for owner in _known for name, laid in how_laid(owner).items()}
     groups = (group["params"] for group in optimizer.param_groups)
     return ((k, p, known[id(p)]) for k, p in enumerate(itertools.chain(*groups)) if id(p) in known)

@@ -55,11 +55,7 @@ def derived_plan(model: torch.nn.Module, group: Group) -> dict[str, Style]:
 
 
 def sequence_dim(model: torch.nn.Module) -> int:
-    """The dimension along which ranks cut sequences: attention's layout says it, else it is 0.
-
-    Raises:
-        ValueError: when attentions have different ones.
-    """
+    """The dimension along which ranks cut sequences: attention's layout says it, else it is 0."""
     ops = [_own(m) for m in model.modules() if isinstance(m, FusableOperation)]
     layouts = {op.layout for op in ops if isinstance(op, DotProductAttention)}
     dims = {LAYOUTS[layout][0] if layout in LAYOUTS else 0 for layout in layouts}

@@ -1,10 +1,10 @@
-"""Models that ranks share: products and presets over a mesh, sequences over another one."""
+"""Models that ranks share: products and presets over a mesh, sequences over another one; sums left to an engine."""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -16,14 +16,20 @@ from te_fuser.distributed import consistency
 from te_fuser.distributed.consistency import shared_errors
 from te_fuser.distributed.dtensor import is_dtensor
 from te_fuser.distributed.group import Group
+from te_fuser.flatten import flatten
 from te_fuser.from_torch import converts
+from te_fuser.fused_regions import Border
+from te_fuser.fuser.graph.list_passes import with_placements
+from te_fuser.fuser.graph.op_instances import ListedOp
 from te_fuser.ops import Bound, Cut, FusableOperation, checks
 from te_fuser.ops.checks import no_tensor, yes_or_no
 from te_fuser.ops.glu import GatedUnit
 from te_fuser.ops.sharing import Context
 from te_fuser.parallel.derive import derived_plan, sequence_dim
 from te_fuser.parallel.styles import Column, Parts, Row, described, distribute, owners, set_cut
+from te_fuser.params.binding import GivenBinding
 from te_fuser.params.concatenated_parameter import Together
+from te_fuser.params.gradient_sums import LEFT
 from te_fuser.presets.attention_base import set_context
 from te_fuser.presets.base import Preset
 from te_fuser.presets.dot_product_attention import DotProductAttention
@@ -137,7 +143,7 @@ def _group_of(mesh: DeviceMesh) -> Group:
 
 
 def _say_what_is_plain(model: torch.nn.Module, styles: Container[str], sequence_parallel: bool) -> None:
-    """Warn of modules in lists that are no ops and have no style: every rank runs them whole."""
+    """Warn of modules in lists that are no ops and have no style."""
     lists = [(path, module) for path, module in model.named_modules() if isinstance(module, Sequential)]
     found: dict[str, torch.nn.Module] = {}
     for path, listed in lists:
@@ -205,11 +211,7 @@ def cut_sequence(x: torch.Tensor, group: Any, dim: int = 0, balanced: bool = Fal
 
 
 def _share_presets(model: torch.nn.Module, mesh: DeviceMesh, sequence_parallel: bool, sequence_dim: int) -> None:
-    """Let the ranks of a mesh share the attentions and MLPs in a model, as `set_parallel_mode=True` does.
-
-    Raises:
-        ValueError: for one that is shared already, and for heads and features that cannot be cut into equal parts.
-    """
+    """Let the ranks of a mesh share the attentions and MLPs in a model."""
     group = Group.of("parallelize", mesh)
     presets = [m for m in model.modules() if isinstance(m, Preset)]
     parts: dict[torch.nn.Module, dict[str, Parts]] = {}
@@ -260,7 +262,7 @@ def _set_preset(preset: Preset, group: Group, sequence_parallel: bool, sequence_
 
 
 def _parts_of(preset: Preset) -> dict[torch.nn.Module, dict[str, Parts]]:
-    """Parameters of a preset, and of those in it, in which several parts lie side by side, and which."""
+    """Parameters of a preset, and of those in it, that have parts, and which."""
     if isinstance(preset, LayerNormMLP):
         gates = [m for m in preset.children() if isinstance(m, GatedUnit)]
         return {preset: dict.fromkeys(("fc1_weight", "fc1_bias"), 2)} if gates else {}
@@ -271,3 +273,48 @@ def _parts_of(preset: Preset) -> dict[torch.nn.Module, dict[str, Parts]]:
         )
         return {joined: dict.fromkeys(("weight", "bias"), parts)}
     return {}
+
+
+# ----------------------------------------------------------------------------------------- sums of gradients
+
+
+def leave_sums_to_engine(model: torch.nn.Module) -> list[str]:
+    """Leave sums of gradients over the ranks to the training engine: sets `parameter.sequence_parallel = True`.
+
+    For norms and biases on sharded sequences, and norms of sharded heads. te_fuser then no longer sums their gradients;
+    an engine such as Megatron does, once a step, by these marks. Presets keep the marks when they are moved, copied or
+    loaded; other modules lose them when a parameter is replaced.
+
+    Returns:
+        The parameters' names.
+
+    Raises:
+        ValueError: where an op of a list cannot take what ranks have.
+    """
+    items = [item for listed in _lists_of(model) for item in with_placements(listed)]
+    summed = [item.lowered.bindings[name] for item in items for name in item.summed]
+    marked = {id(part) for b in summed if not isinstance(b, GivenBinding) for part in b.parts()}
+    presets = [module for module in model.modules() if isinstance(module, Preset)]
+    marked |= {id(preset.get_parameter(name)) for preset in presets for name in preset.returned_terms()}
+    found = []
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if id(parameter) in marked:
+                found.append(f"{path}.{name}" if path else name)
+                if isinstance(module, Preset):
+                    module.mark(name, **{LEFT: True})
+                setattr(parameter, LEFT, True)
+    return found
+
+
+def _lists_of(module: torch.nn.Module) -> Iterator[tuple[ListedOp, ...]]:
+    """The lists of ops that are planned together in a model."""
+    if not isinstance(module, Sequential):
+        for child in module.children():
+            yield from _lists_of(child)
+        return
+    for part in flatten(module):
+        if not isinstance(part, Border):
+            yield part.listed
+        elif part.module is not module:
+            yield from _lists_of(part.module)

@@ -168,13 +168,13 @@ def described(model: torch.nn.Module) -> Iterator[Line]:
 
 
 def sizes_of(parts: Parts, whole: int) -> tuple[int, ...]:
-    """Sizes of the parts of a whole; where their ratios do not divide it, the sizes add up to another number."""
+    """Sizes of the parts of a whole, which ratios may not divide."""
     ratios = (1,) * parts if isinstance(parts, int) else parts
     return tuple(whole // sum(ratios) * ratio for ratio in ratios)
 
 
 def check_share(op: str, name: str, size: int, group: Group, parts: Parts = 1) -> None:
-    """Refuse a size that ranks cannot cut into equal parts; ValueError naming op, rank, and what to do."""
+    """Refuse a size that ranks cannot cut into equal parts."""
     sizes = sizes_of(parts, size)
     if sum(sizes) != size or any(own % group.size for own in sizes):
         each = f", each of {len(sizes)} parts by itself" * (len(sizes) > 1)
@@ -192,9 +192,6 @@ def distribute(
     Args:
         parts: what lies along dimension 0, each of which is cut by itself.
         source: the rank in the mesh whose values all get; None: each has the same, and nothing is sent.
-
-    Raises:
-        ValueError: when it is a DTensor that lies in another way.
     """
     old = owner._parameters.get(name)
     if old is None:
@@ -223,7 +220,7 @@ def distribute(
 
 
 def owners(module: torch.nn.Module, name: str) -> list[tuple[torch.nn.Module, str]]:
-    """The modules that have a parameter of an op, and its names there: of one that is bound, its owner's."""
+    """Modules that have a parameter of an op, and its names there; of a bound one, its owner's."""
     if not isinstance(module, Bound):
         return [(module, name)]
     given: Any = module.names.get(name, ())

@@ -19,7 +19,7 @@ Key = tuple[int, str]
 
 @dataclass(frozen=True)
 class Binding:
-    """A parameter by its owner and name; the tensor is looked up in each call, since it may be replaced."""
+    """A parameter by its owner and name, looked up in each call, as it may be replaced."""
 
     tells: ClassVar[bool] = False  # of one that is computed: whether `look` knows what stands for it
     written: ClassVar[bool] = False  # whether steps write into it, in backward too: it is never saved for that
@@ -31,12 +31,12 @@ class Binding:
 
     @property
     def key(self) -> Key:
-        """Key of the parameter, equal for all its bindings, whichever copy that shares it is the owner."""
+        """Key of the parameter, equal for all its bindings, whichever copy has it."""
         return id(self.owner._parameters), self.name
 
     @property
     def computed(self) -> bool:
-        """True where the parameter is computed, as by torch.nn.utils.parametrize, and no tensor is stored."""
+        """True where the parameter is computed, and no tensor is stored."""
         return _stored(self.owner, self.name) is None
 
     def get(self) -> torch.Tensor:
@@ -65,11 +65,11 @@ class Binding:
         return self.owner._parameters, self.name
 
     def facts(self) -> Facts:
-        """Facts by which calls find the right tensor in `slot`; by default none are needed."""
+        """Facts by which calls find the right tensor in `slot`."""
         return Facts()
 
     def look(self, made: Callable[..., torch.Tensor]) -> torch.Tensor | None:
-        """Stand-in for a computed parameter, by `made(shape, dtype, device, needs_grad)`; None: computing it tells."""
+        """Stand-in for a computed parameter, of `made`; None: computing it tells."""
         return None
 
     def note(self) -> str:
@@ -82,7 +82,7 @@ class Binding:
 
 
 class WeakBinding(Binding):
-    """A binding that does not keep the parameter's owner alive, which may hold the plans that have the binding."""
+    """A binding that does not keep the owner alive, which may hold plans with the binding."""
 
     def __init__(self, owner: torch.nn.Module, name: str) -> None:
         object.__setattr__(self, "_owner", weakref.ref(owner))
@@ -98,21 +98,13 @@ class WeakBinding(Binding):
 
 
 def place_of(owner: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
-    """The module that has the parameter of that name, and its name there: `q_proj.weight` is that of a part.
-
-    Raises:
-        AttributeError: when there is no such part.
-    """
+    """The module that has the parameter, and its name there."""
     path, _, last = name.rpartition(".")
     return (owner.get_submodule(path) if path else owner), last
 
 
 def owned(owner: torch.nn.Module, names: Iterable[str]) -> Facts:
-    """Facts that hold while each parameter stays with its module, and each missing one stays missing.
-
-    Raises:
-        AttributeError: when there is no such part.
-    """
+    """Facts that each parameter stays with its module, and each missing one stays missing."""
     facts = []
     for name in names:
         module, last = place_of(owner, name)
@@ -122,7 +114,7 @@ def owned(owner: torch.nn.Module, names: Iterable[str]) -> Facts:
 
 
 def has_tensor(owner: torch.nn.Module, name: str) -> bool:
-    """True where a module has a tensor of that name; one by torch.nn.utils.parametrize is not computed for it."""
+    """True where a module has a tensor of that name, without computing a parametrized one."""
     if _stored(owner, name) is not None or name in owner.__dict__["_modules"].get("parametrizations", ()):
         return True
     return isinstance(getattr(owner, name, None), torch.Tensor)
@@ -143,12 +135,12 @@ _standing: ContextVar[StandIns | None] = ContextVar("standing", default=None)
 
 
 def standing_in(known: StandIns) -> AbstractContextManager[StandIns]:
-    """Context in which ops get the stand-ins of parameters that are computed, and nothing is computed."""
+    """Context in which ops get stand-ins of computed parameters."""
     return being(_standing, {**(_standing.get() or {}), **known})
 
 
 class PlannedParametrizations:
-    """Value of an op's `parametrizations` while it is planned: name -> a function that gives the stand-in."""
+    """Value of `parametrizations` while planning: name -> a function that gives the stand-in."""
 
     def __init__(self, owner: torch.nn.Module, known: StandIns) -> None:
         self._owner, self._known = owner, known
@@ -197,7 +189,7 @@ class Given(torch.nn.Module):
 
 
 class GivenBinding(WeakBinding):
-    """A tensor of a call by its name: what it is like is known without computing anything."""
+    """A tensor of a call by its name."""
 
     tells: ClassVar[bool] = True
 

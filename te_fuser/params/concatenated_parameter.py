@@ -32,7 +32,6 @@ class Joined(NamedTuple):
     """Sources of a tensor that was joined, or made in another way.
 
     Attributes:
-        parts: the sources.
         facts: hold while these are the parts and lie where they lay.
         copied: whether it has memory of its own, and is no view of theirs.
         again: makes the tensor from the parts.
@@ -45,7 +44,7 @@ class Joined(NamedTuple):
 
 
 class InOneBuffer(torch.autograd.Function):
-    """Tensors as one that has their values; each gets its rows of the gradient, a DTensor as one that lies alike."""
+    """Tensors as one; each gets its rows of the gradient, a DTensor as one that lies alike."""
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -87,11 +86,7 @@ class JoinedBinding(WeakBinding):
         return True
 
     def parts(self) -> list[torch.Tensor]:
-        """The parameters as they are now.
-
-        Raises:
-            ValueError, TypeError: when they cannot be joined.
-        """
+        """The parameters as they are now."""
         owner = self.owner
         found = [getattr(part(), last) for part, last in self.__dict__["_places"]]
         first = found[0]
@@ -147,7 +142,7 @@ class JoinedBinding(WeakBinding):
         return whole
 
     def _placed(self, parts: Sequence[torch.Tensor]) -> Facts:
-        """Facts that hold while these are the parts and lie where they lie now; on a GPU the stream is the same."""
+        """Facts that these are the parts, where they lie, on a GPU's stream."""
         dicts = [(part()._parameters, last) for part, last in self.__dict__["_places"]]
         placed = [(*at, t, _native.tensor_place(t)) for at, t in zip(dicts, parts, strict=True)]
         of_others = owned(self.owner, [name for name in self.names if "." in name])
@@ -180,7 +175,7 @@ def parts_of(t: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def made_of(t: torch.Tensor, parts: Sequence[torch.Tensor], again: Callable[..., torch.Tensor]) -> None:
-    """Note what a tensor was made of, and what makes it again: of a copy of joined ones, their parts."""
+    """Note what a tensor was made of, and what makes it again."""
     joined = joined_of(parts[0])
     if joined is not None and joined.copied:
         count, inner, outer = len(joined.parts), joined.again, again
@@ -197,10 +192,7 @@ Places = list[tuple[int, int, int, Callable[..., torch.Tensor]]]
 
 
 def kept_in_parts(kept: Sequence[Any], joined: Sequence[int]) -> tuple[list[Any], Places]:
-    """Tensors kept for backward, where the copies among those at the places `joined` are replaced by their parts.
-
-    So a copy dies with forward, and parameters that `fully_shard` takes away in between take no memory.
-    """
+    """Tensors kept for backward, with parts in place of joined copies."""
     found, places = list(kept), Places()
     for place in joined:
         of = joined_of(found[place])
@@ -230,7 +222,7 @@ def lie_together(parts: Sequence[torch.Tensor]) -> bool:
 
 
 def in_one_buffer(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Tensors that `lie_together` as one, joined along dimension 0: a view of the first one's memory."""
+    """Tensors that `lie_together` as one, along dimension 0: a view of their memory."""
     first = parts[0].detach()
     return first.as_strided((sum([p.shape[0] for p in parts]), *first.shape[1:]), first.stride())
 
@@ -244,7 +236,7 @@ def _on_this_stream(device: torch.device) -> tuple[tuple[Callable[[], Any], Any]
 
 
 class _Wholes(dict[str, torch.Tensor]):
-    """Cache of tensors joined without a copy, by the names; copies and pickles of a module have none."""
+    """Cache of tensors joined without a copy, by names; copies and pickles have none."""
 
     def __reduce__(self) -> Any:
         return _Wholes, ()
@@ -269,7 +261,7 @@ class Together(HoldsScales):
         self._settle()
 
     def _settle(self) -> None:
-        """Drop the joined tensors and bring parts into one buffer again, as parameters may be others than before."""
+        """Drop joined tensors and bring parts into one buffer again."""
         self.__dict__.get("_wholes", {}).clear()
         for names in getattr(self, "_kept_together", ()):
             parts = self._found(names)

@@ -15,11 +15,7 @@ LEFT = "sequence_parallel"  # attribute of a parameter whose gradient the engine
 
 
 def is_left(parameter: torch.Tensor) -> bool:
-    """True where the engine adds up a parameter's gradient, as its mark says.
-
-    Raises:
-        ValueError: where it was joined from several, and some of them alone are marked.
-    """
+    """True where the engine adds up a parameter's gradient, as its mark says."""
     marks = {bool(getattr(part, LEFT, False)) for part in parts_of(parameter) or (parameter,)}
     if len(marks) > 1:
         raise ValueError(
@@ -30,7 +26,7 @@ def is_left(parameter: torch.Tensor) -> bool:
 
 
 def start_sums(gradients: Sequence[torch.Tensor], group: Group) -> Sums:
-    """Sums over the ranks of tensors that each of them has, on their way: one collective for each dtype among them."""
+    """Start sums over the ranks: one collective for each dtype."""
     found = []
     for dtype in dict.fromkeys(g.dtype for g in gradients):
         places = [k for k, g in enumerate(gradients) if g.dtype == dtype]
@@ -58,7 +54,7 @@ def wait_for_sums(under_way: Sums, gradients: Sequence[torch.Tensor], group: Gro
 
 
 def with_sum(parameter: torch.Tensor, group: Group) -> torch.Tensor:
-    """Parameter whose gradient autograd adds up over the ranks; one that is left to the engine stays as it is."""
+    """Parameter whose gradient autograd sums over ranks, unless that is left to the engine."""
     if group.size == 1 or is_left(parameter):
         return parameter
     return exchanged(parameter, None, Exchange(), group)

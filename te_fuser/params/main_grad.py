@@ -41,7 +41,7 @@ _earlier = ContextVar("_earlier", default=-1)
 
 
 def of_backward(number: int) -> contextlib.AbstractContextManager[int]:
-    """Treat gradients written in here, outside of autograd, as an earlier backward's, by autograd's number for it."""
+    """Treat gradients written in here as those of that earlier backward."""
     return being(_earlier, number)
 
 
@@ -54,12 +54,7 @@ def put_gradient(
 ) -> torch.Tensor:
     """Put dy^T x into a weight's main_grad, or into those of its parts, and give what stands for it.
 
-    Args:
-        over: whether the op says that this backward is to write over it.
-        put: (dy, x, main_grad, over) adds the product to main_grad, or writes over it.
-
-    Raises:
-        RuntimeError: as `main_grad_to_write` does.
+    `put(dy, x, main_grad, over)` adds the product to main_grad, or writes over it, as the op says of this backward.
     """
     parts = parts_of(weight)
     if not parts:
@@ -82,15 +77,7 @@ def put_gradient(
 
 
 def main_grad_to_write(weight: torch.Tensor, over: bool = False) -> tuple[torch.Tensor, bool]:
-    """The tensor that takes a weight's gradient now, and whether it is written over: asking counts as having written.
-
-    Args:
-        over: whether the op says that this backward is to write over it.
-
-    Raises:
-        RuntimeError: when the weight has none, or one of another shape, device or kind of numbers; when it is to be
-            written over in a backward that added to it before.
-    """
+    """Tensor for a weight's gradient now, and whether to write over it."""
     held = held_main_grad(weight)
     want = f"{list(weight.shape)} on {weight.device}"
     if held is None:
@@ -115,7 +102,7 @@ def main_grad_to_write(weight: torch.Tensor, over: bool = False) -> tuple[torch.
 
 
 def _writes_over(weight: torch.Tensor, over: bool) -> bool:
-    """True where a gradient replaces what main_grad holds; outside of backward each is alone."""
+    """True where a gradient replaces what main_grad holds."""
     over = over or getattr(weight, "overwrite_main_grad", False)
     backward = max(torch._C._current_graph_task_id(), _earlier.get())
     if backward < 0:
@@ -133,11 +120,7 @@ def _writes_over(weight: torch.Tensor, over: bool) -> bool:
 
 
 def gradient_added(weight: torch.Tensor) -> torch.Tensor:
-    """Note that a weight's gradient is in its main_grad, and give what stands for it: zeros, or `is_absent`.
-
-    Raises:
-        RuntimeError: when some parts of a joined weight are to have zeros for autograd, and others none.
-    """
+    """Note that a gradient is in main_grad, and give what stands for it: zeros, or `is_absent`."""
     shape, dtype, device = tuple(weight.shape), weight.dtype, weight.device
     of = [part for part in parts_of(weight) if part.requires_grad] or [weight]
     noted = [part for part in of if hasattr(part, _NOTE)]
@@ -155,16 +138,13 @@ def gradient_added(weight: torch.Tensor) -> torch.Tensor:
 
 
 def is_absent(gradient: torch.Tensor) -> bool:
-    """True where a tensor only stands for a gradient that is in a main_grad, and autograd is to get none."""
+    """True where a tensor only stands for a gradient in main_grad, and autograd gets none."""
     return _ABSENT in gradient.__dict__
 
 
 @contextlib.contextmanager
 def spared(weights: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Backwards in here leave main_grad, and the note that it was added to, as they are: for runs that only measure.
-
-    Where a weight has a main_grad, memory that nobody reads takes its place; weights of one shape share it.
-    """
+    """Backwards in here leave main_grad, and the note that it was added to, as they are."""
     unread: dict[tuple[torch.Size, torch.dtype, torch.device], torch.Tensor] = {}
     with contextlib.ExitStack() as stack:
         for weight in weights:
@@ -178,10 +158,7 @@ def spared(weights: Iterable[torch.Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def restored(weights: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Context in which backwards write to main_grad, which is put back afterwards, with the note that it was added to.
-
-    For captures, which must see the memory that replays are to write to. Memory of a copy is taken meanwhile.
-    """
+    """Context in which backwards write to main_grad itself, which is put back afterwards."""
     before = [(weight, held, held.clone()) for weight in weights if (held := held_main_grad(weight)) is not None]
     notes = [weight.__dict__.get(_NOTE) for weight, _, _ in before]
     try:
@@ -196,7 +173,7 @@ def restored(weights: Iterable[torch.Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def caught(weight: torch.Tensor) -> Iterator[torch.Tensor | None]:
-    """Yield a tensor for what a backward in here gives to main_grad, which has it afterwards. None: no main_grad."""
+    """Yield what a backward in here gives to main_grad; None: there is none."""
     parts = parts_of(weight) or (weight,)
     held = [held_main_grad(part) for part in parts]
     first = next((t for t in held if t is not None), None)
@@ -219,7 +196,7 @@ def caught(weight: torch.Tensor) -> Iterator[torch.Tensor | None]:
 
 @contextlib.contextmanager
 def _replaced(weight: torch.Tensor, main_grad: torch.Tensor, *also: str) -> Iterator[None]:
-    """Context in which another tensor is the main_grad; further attributes are put back with it."""
+    """Context of another main_grad; further attributes are put back with it."""
     names = ("main_grad", "get_main_grad", *also)
     before = {name: weight.__dict__[name] for name in names if name in weight.__dict__}
     weight.__dict__.pop("get_main_grad", None)

@@ -73,11 +73,7 @@ def narrow(owner: torch.nn.Module, names: tuple[str, ...], prefix: str) -> None:
 
 
 def note_scaled(module: torch.nn.Module, moved: bool = False) -> None:
-    """Note that weights of a module are now what its scales are of; those made in inference mode get a version.
-
-    Args:
-        moved: they were so before, of whichever module's scale.
-    """
+    """Note that weights of a module are what its scales are of; `moved`: or another's, as before."""
     there = module._parameters
     for name in [name for names in module.__dict__.get(NARROW, {}).values() for name in names]:
         p = there[name]
@@ -92,7 +88,7 @@ def note_scaled(module: torch.nn.Module, moved: bool = False) -> None:
 
 
 def not_scaled(p: torch.Tensor, there: Mapping[str, Any]) -> str | None:
-    """Reason for which a scale in this module is not that of its weight in 8 bits, in words; None where it is."""
+    """Reason why a module's scale is not that of its weight in 8 bits."""
     if p not in _scaled:  # somebody's, who brings scale and numbers, as torch.func.functional_call does
         _scaled[p] = version_of(p), id(there)
     version, of = _scaled[p]
@@ -106,7 +102,7 @@ def not_scaled(p: torch.Tensor, there: Mapping[str, Any]) -> str | None:
 
 
 def version_of(p: torch.Tensor) -> float:
-    """Number of in-place writes to a tensor; NaN, which nothing equals, in inference mode, where none are counted."""
+    """Number of in-place writes to a tensor; NaN, which nothing equals, in inference mode."""
     return math.nan if p.is_inference() else p._version
 
 
@@ -128,9 +124,6 @@ def fit_checkpoint(
     Args:
         state_dict: a copy, which is changed.
         together: names of parameters that may have one scale.
-
-    Raises:
-        ValueError: for some parameters of several that have one scale, and for 8 bits without their scale.
     """
     for own, names in module.__dict__.get(NARROW, {}).items():
         keys = [prefix + name for name in names]
@@ -189,7 +182,7 @@ some_wait = [False]  # whether there may be amaxes that wait in any `States`
 
 
 class Aside:
-    """Things that others keep among an op's attributes, and among its buffers by these names: no part of what it is."""
+    """Base of what others keep in an op, by attribute and buffers: no part of what it is."""
 
     def buffers(self) -> Collection[str]:
         """The names of buffers."""
@@ -231,16 +224,12 @@ class States(dict[str, Any], Aside):
             state.put_back((then or {}).get(name))
 
     def saved(self, saves: bool) -> dict[str, torch.Tensor]:
-        """Tensors that a state_dict, or a copy, has in place of buffers, by their names."""
+        """Tensors that a state_dict, or a copy, has in place of buffers."""
         made = [numbers(state, saves) for state in self.values() for numbers in saved_numbers]
         return {name: t for found in made for name, t in found.items()}
 
     def recorded(self, without: Collection[str] = ()) -> dict[str, list[float]]:
-        """Amaxes that are in no history yet, as `waiting`: those of calls, and those that wait.
-
-        Args:
-            without: names of buffers that have them.
-        """
+        """Amaxes of calls and those that wait, as `waiting`, but for buffers `without`."""
         with _disable_current_modes():
             found = {s.prefix: s.recorded() for s in self.values() if s.prefix + SCALE not in without}
             for prefix, amaxes in self.waiting.items():
@@ -260,7 +249,7 @@ class States(dict[str, Any], Aside):
 
 
 def states_of(owner: torch.nn.Module) -> States:
-    """States of a module's weights, which go along where it is saved, and are taken where it is loaded."""
+    """States of a module's weights, which are saved and loaded with it."""
     if _save_recorded not in owner._state_dict_hooks.values():  # a copy has the hooks of what it is made of
         owner.register_state_dict_post_hook(_save_recorded)
         take_scales(owner)
@@ -275,7 +264,7 @@ def asides() -> list[Aside]:
 
 
 def _save_recorded(module: torch.nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any]) -> None:
-    """Give a state_dict what was recorded since the last update: in its buffers, or beside them."""
+    """Give a state_dict what was recorded since the last update, in buffers or beside them."""
     states = module.__dict__.get(STATES, States())
     numbers = states.saved(True)
     state_dict.update({prefix + name: t for name, t in numbers.items() if prefix + name in state_dict})
@@ -307,11 +296,7 @@ class HoldsScales(torch.nn.Module):
         note_scaled(self)
 
     def reset_scales(self) -> None:
-        """Begin anew, with scales of 1 and no amaxes: in other tensors, as who has saved the old ones keeps them.
-
-        Raises:
-            RuntimeError: where weights are in 8 bits alone, which are filled by nothing but a checkpoint.
-        """
+        """Begin anew, with scales of 1 and no amaxes: in other tensors, as who has saved the old ones keeps them."""
         if NARROW in self.__dict__:
             raise RuntimeError(
                 f"{type(self).__name__} has its weights in 8 bits alone, and cannot fill them anew: load a checkpoint, "
@@ -369,7 +354,7 @@ def before_loading(module: torch.nn.Module, state_dict: dict[str, Any], prefix: 
 
 
 def _forget_recorded(owner: torch.nn.Module, name: str) -> None:
-    """Drop the amaxes that calls recorded of a product, where this is its buffer, which another one is to replace."""
+    """Drop the recorded amaxes of a product whose buffer is to be replaced."""
     states = owner.__dict__.get(STATES)
     if states is not None:
         states.forget_recorded(name)
@@ -382,7 +367,7 @@ _ALONE = (
 
 
 def _unsound(key: str, found: torch.Tensor) -> str:
-    """Message about scales or a history in a checkpoint that calls cannot go by; empty where these are sound."""
+    """Message about a checkpoint's scales or history that calls cannot go by, if any."""
     if found.is_meta or isinstance(found, FakeTensor):  # without numbers
         return ""
     numbers, is_scale = found.float(), key.endswith(SCALE)
@@ -417,14 +402,14 @@ def drop_scales(module: torch.nn.Module) -> None:
 
 
 def loads_plainly(module: torch.nn.Module) -> bool:
-    """True where a module loads as those of torch.nn do; ops, presets and the like know scales by themselves."""
+    """True where a module loads as those of torch.nn do; presets and ops know scales."""
     return type(module)._load_from_state_dict is torch.nn.Module._load_from_state_dict
 
 
 def _scales_in(
     module: torch.nn.Module, state_dict: dict[str, Any], prefix: str
 ) -> Iterator[tuple[str, torch.nn.Module, str, torch.Tensor]]:
-    """Key, owner, name and tensor of what a checkpoint has for a module, and for those in it that load plainly."""
+    """Key, owner, name and tensor of scales in a checkpoint of a module."""
     for key, found in [*state_dict.items()]:
         path, _, name = key.removeprefix(prefix).rpartition(".")
         if not (key.startswith(prefix) and name.endswith((SCALE, HISTORY))):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from te_fuser.variants import Variants
 
 @dataclass(frozen=True)
 class ProjectionArguments(Normed):
-    """Arguments of `MultiheadAttention` and `TransformerLayer` for the projections, as the former says."""
+    """Arguments of `MultiheadAttention` and `TransformerLayer` for the projections."""
 
     num_gqa_groups: int | None = None
     kv_channels: int | None = checked(None, check_size)
@@ -64,7 +64,7 @@ class MultiheadAttentionArguments(HeadsArguments):
 
 
 def channels_of(hidden_size: int, heads: int) -> int:
-    """Features of a head where nobody says it. ValueError when there is no whole number of them."""
+    """Features of a head where nobody says it."""
     if hidden_size % heads:
         raise ValueError(f"hidden_size={hidden_size} is no multiple of num_attention_heads={heads}: give kv_channels")
     return hidden_size // heads
@@ -77,6 +77,10 @@ class ContextParallel(Preset):
     """A preset with an attention in it, or one itself, which alone sees whole sequences."""
 
     _context: Context = Context()
+
+    def variant_ops(self, **how: Any) -> Iterator[torch.nn.Module]:
+        """The ops of a call, by what `named_ops` yields."""
+        return (op for _, op in self.named_ops(**how))
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: Any = "p2p"
@@ -104,11 +108,7 @@ class ContextParallel(Preset):
 
 
 def context_of(who: str, cp_group: Any, cp_global_ranks: Any, cp_comm_type: Any) -> Context:
-    """Context by Transformer Engine's arguments: how sequences are cut.
-
-    Raises:
-        TypeError, ValueError: see `ContextParallel.set_context_parallel_group`.
-    """
+    """Context by Transformer Engine's arguments: how sequences are cut."""
     way = "a2a" if cp_comm_type is None else check_choice("cp_comm_type", cp_comm_type, WAYS)
     if cp_group is None:
         return Context()
@@ -155,21 +155,13 @@ def plans_ahead(said: Any) -> bool:
 
 
 def own_rows(preset: Preset, rows: list[int]) -> list[int]:
-    """Sizes of this rank's rows, of those of the whole, where ranks cut the sequence.
-
-    Raises:
-        ValueError: when they cannot cut it so.
-    """
+    """Sizes of this rank's rows, of those of the whole, where ranks cut the sequence."""
     dim = preset.sequence_dim
     return [*rows[:dim], preset.share(rows[dim], "seq_length"), *rows[dim + 1 :]] if preset.sequence_parallel else rows
 
 
 def plan_given_sizes(preset: Preset, hidden_size: int, *attentions: Asking) -> None:
-    """Plan ahead for calls of the sizes that a preset with these attentions was given, if any: nothing is hidden.
-
-    Raises:
-        ValueError: where ranks cut sequences, and cannot cut these.
-    """
+    """Plan ahead for calls of the sizes that a preset was given, if any: nothing is hidden."""
     if not plans_ahead(preset.common):
         return
     positions, samples = preset.common.seq_length, preset.common.micro_batch_size
@@ -193,27 +185,30 @@ def _unmasking(call: AttentionCall, positions: int, samples: int, device: torch.
     return {call.mask: (mask, mask) if cross and not arbitrary else mask}
 
 
-class TorchAttention(torch.nn.Module):
-    """Attention on packed queries, keys and values in torch's functions.
-
-    Raises:
-        NotImplementedError: for what these do not say: masks of a call, windows, other functions of scores.
-    """
+class TorchOp(torch.nn.Module):
+    """An op in torch's functions; `as_ops` gives the op back."""
 
     def __init__(self, op: ops.FusableOperation) -> None:
         super().__init__()
-        if not isinstance(op, ops.DotProductAttention) or op.scores != ops.AttentionScores():
-            raise NotImplementedError("to_torch() knows softmax_type='vanilla' and softcap=0 alone")
-        if op.hides.names or op.hides.window is not None:
-            raise NotImplementedError("to_torch() knows attn_mask_type='causal' and 'no_mask', without a window, alone")
         self._op = (op,)  # no child: it has no state
 
     def as_ops(self, convert: Callable[[str, torch.nn.Module], torch.nn.Module]) -> ops.FusableOperation:
         """The op."""
         return self._op[0]
 
+
+class TorchAttention(TorchOp):
+    """Attention on packed heads in torch's functions."""
+
+    def __init__(self, op: ops.FusableOperation) -> None:
+        super().__init__(op)
+        if not isinstance(op, ops.DotProductAttention) or op.scores != ops.AttentionScores():
+            raise NotImplementedError("to_torch() knows softmax_type='vanilla' and softcap=0 alone")
+        if op.hides.names or op.hides.window is not None:
+            raise NotImplementedError("to_torch() knows attn_mask_type='causal' and 'no_mask', without a window, alone")
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[S, B, heads * head_dim] of packed [S, B, (heads + 2 kv_heads) * head_dim], in either order of S and B."""
+        """[S, B, heads * head_dim] of packed [S, B, (heads + 2 kv_heads) * head_dim]."""
         op: Any = self._op[0]
         heads, dropout = op.packed, op.dropout if self.training else 0.0
         q, k, v = heads.split(x)
@@ -235,11 +230,7 @@ class TorchBranch(torch.nn.Sequential):
 
 
 def first_or_later(part: torch.nn.Module, over: bool) -> torch.nn.Module:
-    """A preset, or the variant that writes gradients over main_grad.
-
-    Raises:
-        TypeError: where another module stands in its place, which has none.
-    """
+    """A preset, or the variant that writes gradients over main_grad."""
     if over and not isinstance(part, Variants):
         raise TypeError(
             f"{type(part).__name__} stands in place of a preset, and cannot be told is_first_microbatch=True: fill "

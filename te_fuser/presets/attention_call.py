@@ -88,11 +88,7 @@ class AttentionCall:
     def of(
         cls, mask_type: Any, window_size: Any, bottom_right_diagonal: Any, qkv_format: Any, prefix: str = ""
     ) -> AttentionCall:
-        """Variant of a preset that was made with these arguments.
-
-        Raises:
-            TypeError, ValueError: naming the argument, and what it takes.
-        """
+        """Variant of a preset that was made with these arguments."""
         qkv_format = check_choice("qkv_format", qkv_format, LAYOUTS)
         padded_by = "offsets" if qkv_format == "thd" else "mask"
         made = cls("no_mask", qkv_format=qkv_format, padded_by=padded_by, prefix=prefix)
@@ -101,11 +97,7 @@ class AttentionCall:
     def changed(
         self, mask_type: Any = None, window_size: Any = None, bottom_right_diagonal: Any = None
     ) -> AttentionCall:
-        """Copy with the arguments replaced that are not None; a mask's type sets the corner, unless that is given.
-
-        Raises:
-            TypeError, ValueError: naming the argument, and what it takes.
-        """
+        """Copy with arguments replaced that are not None; a mask's type may set the corner."""
         found = self
         if isinstance(mask_type, str) and "," in mask_type:  # "padding,causal", either way round, is "padding_causal"
             mask_type = "_".join(sorted((word.strip() for word in mask_type.split(",")), reverse=True))
@@ -125,7 +117,7 @@ class AttentionCall:
         return found
 
     def argument(self, name: str) -> str:
-        """Keyword of an argument in calls; of a layer's self attention, `attn_mask_type` alone has a prefix."""
+        """Keyword of an argument in calls, with a layer's prefix."""
         return f"{self.prefix}{name}" if self.prefix == CROSS or name == "attn_mask_type" else name
 
     @property
@@ -149,12 +141,7 @@ class AttentionCall:
         return "cu_seqlens_q_padded" if "lengths" in self.padded_by else "cu_seqlens_q"
 
     def with_caches(self, who: str, given: Mapping[str, Any]) -> AttentionCall:
-        """The variant that continues sequences: the last token sees the last key.
-
-        Raises:
-            ValueError: where a tensor or sequences one behind the other would have to say what is hidden, or tokens
-                would see by the first key.
-        """
+        """The variant that continues sequences: the last token sees the last key."""
         if self.mask_type == "arbitrary" or self.qkv_format == "thd":
             what = "attn_mask_type='arbitrary'" if self.mask_type == "arbitrary" else "qkv_format='thd'"
             raise ValueError(f"{who}: {what} with inference_params: give 'causal' masks, and 'sbhd' or 'bshd'")
@@ -234,14 +221,7 @@ class Asking:
     def understood(
         self, given: Mapping[str, Any], caches: bool = False
     ) -> tuple[AttentionCall, dict[str, torch.Tensor]]:
-        """The variant for these arguments, among `ARGUMENTS`, and the tensors that it reads.
-
-        Args:
-            caches: whether caches say how long sequences are.
-
-        Raises:
-            TypeError, ValueError: for what it does not take, or what is missing.
-        """
+        """Variant for these `ARGUMENTS`, and the tensors it reads; `caches` may say lengths."""
         if not (caches or self.reads) and all(value is None for value in given.values()):
             return self.default, {}
         call = self.default
@@ -314,7 +294,7 @@ class Asking:
     def _sequences(
         self, call: AttentionCall, given: Mapping[str, Any]
     ) -> tuple[AttentionCall, dict[str, torch.Tensor]]:
-        """Variant for "thd", and where its sequences begin, and how long they are where padding lies between them."""
+        """Variant for "thd", where sequences begin, and how long they are between padding."""
         ends: list[Any] = [given.get("cu_seqlens_q"), given.get("cu_seqlens_kv")]
         begins: list[Any] = [given.get("cu_seqlens_q_padded"), given.get("cu_seqlens_kv_padded")]
         if ends[0] is None:
@@ -337,13 +317,7 @@ class Asking:
         return replace(call, padded_by="offsets and lengths"), _between_padding(sides, ends, begins, alike)
 
     def _longest(self, given: list[Any], alike: bool) -> int | None:
-        """Upper bound of all sequences' lengths, a power of two to keep variants few; None: one side has no bound.
-
-        A tensor's number is taken, too: its device is waited for.
-
-        Raises:
-            TypeError: for what is no whole number.
-        """
+        """Upper bound of all sequences' lengths, a power of two."""
         try:
             lengths = [operator.index(length) for length in given if length is not None]
         except TypeError:
@@ -359,11 +333,7 @@ class Asking:
             warnings.warn(text, stacklevel=stacklevel_of_user())
 
     def _say_unread(self, call: AttentionCall, given: Mapping[str, Any]) -> None:
-        """Warn of tensors that would say what is hidden, and that the type of the mask does not read.
-
-        Raises:
-            TypeError: for a mask that is a text.
-        """
+        """Warn of tensors on hidden positions that the type of the mask does not read."""
         mask, counts = given.get("attention_mask"), [name for name in _COUNTS if given.get(name) is not None]
         if isinstance(mask, str):
             raise TypeError(f"{self.who}: {call.mask} takes a tensor, got {mask!r}: give its type by {_type(call)}")

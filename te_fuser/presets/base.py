@@ -59,12 +59,10 @@ class Asked(NamedTuple):
 
     Attributes:
         listed: the list that it takes: the preset itself or a variant.
-        x: the input of that.
-        call: what else its call takes: named inputs, and `outputs`.
+        call: named inputs, and `outputs`.
         held: what it runs in.
         returns: the bias that the call returns behind the output, in its dtype, or None; empty: it returns none.
         again: whether backward keeps the input alone and computes the rest again.
-        is_first_microbatch: what the call says of itself: see `recipe.region.microbatch`.
     """
 
     listed: Sequential
@@ -83,7 +81,7 @@ class Asked(NamedTuple):
             return way(self.listed, self.x, **self.call)
 
     def by(self, way: Callable[..., Any]) -> Any:
-        """The call's result, where `way` gives that of the list: a method of `Sequential`."""
+        """The call's result, where `way` gives that of the list."""
         made = self.of_list(way)
         if not self.returns:
             return made
@@ -99,7 +97,7 @@ class Asked(NamedTuple):
 
 
 def understands(forward: Callable[..., Asked]) -> Callable[..., Any]:
-    """The forward of a preset, of a function that says what a call comes to and runs nothing."""
+    """The forward of a preset, of a function that gives its `Asked` and runs nothing."""
 
     @functools.wraps(forward)
     def run(self: Preset, *args: Any, **call: Any) -> Any:
@@ -280,9 +278,6 @@ class Preset(Together, Variants):
         """Members of the list: those that `relist` put there, or their replacements, and those appended.
 
         A module that is assigned to a name of its own is no op of the list, as in modules that are no lists.
-
-        Raises:
-            AttributeError: when one of them is gone.
         """
         gone = [name for name in self._listed if self._modules.get(name) is None]
         if gone:
@@ -326,7 +321,7 @@ class Preset(Together, Variants):
         return self._asked(*args, **call).of_list(measure)  # type: ignore[no-any-return]
 
     def _asked(self, *args: Any, **call: Any) -> Asked:
-        """Return the list's call that a call of the preset comes to, whatever a subclass does before and after it."""
+        """The list's call that a preset's call comes to, whatever a subclass does around it."""
         forwards = (vars(kind).get("forward") for kind in type(self).__mro__)
         return next(vars(f)["asked"] for f in forwards if f and "asked" in vars(f))(self, *args, **call)  # type: ignore[no-any-return]
 
@@ -365,12 +360,7 @@ class Preset(Together, Variants):
     def product(
         self, in_features: int, out_features: int, mode: str | None = None, overwrite_main_grad: bool = False
     ) -> ops.MatMul:
-        """A product to be bound to a weight.
-
-        Args:
-            mode: how the ranks of the group share it, see `ops.Cut`.
-            overwrite_main_grad: whether the weight's gradient is written over its main_grad.
-        """
+        """A product to be bound to a weight; `mode` is how ranks share it, see `ops.Cut`."""
         made = ops.MatMul(
             in_features,
             out_features,
@@ -464,7 +454,7 @@ class Preset(Together, Variants):
 
 
 def _group(given: Any) -> ops.Group:
-    """The ranks of a group, of this process alone where none is given. TypeError when it is none."""
+    """The ranks of a group, by default this process alone."""
     try:
         return ops.Group() if given is None else ops.Group.of("tp_group", given)
     except TypeError as error:
@@ -476,5 +466,5 @@ _last_load: list[Any] = [None]
 
 
 def cut(dim: int, is_cut: bool = True) -> dict[str, Any]:
-    """The marks of a parameter that ranks would cut along a dimension, as Megatron reads them."""
+    """Marks of a parameter that ranks cut along a dimension, for Megatron."""
     return {"tensor_model_parallel": is_cut, "partition_dim": dim if is_cut else -1, "partition_stride": 1}

@@ -40,7 +40,7 @@ def check_softcap(name: str, value: Any) -> float:
 
 @dataclass(frozen=True)
 class ScoreArguments(PlacementArguments):
-    """Heads of keys, masks, and how scores of queries and keys become weights, as `DotProductAttention` says."""
+    """Heads, masks, and how scores become weights, as `DotProductAttention` says."""
 
     num_gqa_groups: int | None = None
     qkv_format: str = "sbhd"
@@ -255,7 +255,7 @@ class DotProductAttention(ContextParallel):
 
 
 def groups_of(heads: int, groups: int | None) -> int:
-    """Heads of keys and values, for so many of queries. TypeError or ValueError when they cannot be shared so."""
+    """Heads of keys and values, for so many of queries."""
     found = check_size("num_gqa_groups", heads if groups is None else groups)
     if heads % found:
         raise ValueError(f"num_gqa_groups={groups} does not divide num_attention_heads={heads}: give a divisor")

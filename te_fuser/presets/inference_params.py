@@ -27,9 +27,7 @@ class CacheRequest:
     Attributes:
         who: what errors call it.
         key: what they are kept by: the number of its layer, or itself.
-        writer: the attention.
         features: those of keys, and of values, in a row.
-        dtype: that of new keys and values.
         positions_first: whether they are [L + 1, B, features], else [B, L + 1, features].
     """
 
@@ -154,7 +152,7 @@ class InferenceParams:
                 cache.index_copy_(self._batch_dim[key], new, cache.index_select(self._batch_dim[key], old))
 
     def _clear(self, before: list[Hashable], now: list[Hashable]) -> None:
-        """Make zeros of the caches in rows that no sequence goes on in: attention may multiply what is hidden by 0."""
+        """Zero the caches in rows that no sequence goes on in: hidden ones may be multiplied by 0."""
         going_on = {row for row, name in enumerate(now) if name in self.sequences}
         ended = [row for row in range(len(before)) if row not in going_on]
         longest = max((self.sequences[before[row]] for row in ended), default=0)
@@ -167,11 +165,7 @@ class InferenceParams:
                     cache.narrow(1 - self._batch_dim[key], 0, longest).index_fill_(self._batch_dim[key], rows, 0.0)
 
     def rows(self, wanted: CacheRequest, batch: int, positions: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Starts, counts and lengths behind the step, whole numbers [batch] on the device, by `pre_step`.
-
-        Raises:
-            ValueError: when the call has other sizes than the step.
-        """
+        """Starts, counts and lengths behind the step, whole numbers [batch] on the device, by `pre_step`."""
         told, longest = len(self._steps), max(self._steps, default=0)
         if not told:
             raise ValueError(
@@ -192,11 +186,7 @@ class InferenceParams:
         return self._lengths[device][:, :batch].unbind()
 
     def check_writer(self, wanted: CacheRequest) -> None:
-        """Refuse an attention whose caches another one writes in this step.
-
-        Raises:
-            ValueError: naming the number that both have.
-        """
+        """Refuse an attention whose caches another one writes in this step."""
         step = self._told, *(() if self._by_steps else (int(self.sequence_len_offset), int(self.batch_size_offset)))
         writer, last = self._writers.get(wanted.key, (None, None))
         other = None if writer is None or last != step else writer()
@@ -208,11 +198,7 @@ class InferenceParams:
         self._writers[wanted.key] = weakref.ref(wanted.writer), step
 
     def check(self, wanted: CacheRequest, heads: int) -> None:
-        """Refuse an attention whose heads are not those that the caches were announced for.
-
-        Raises:
-            ValueError: saying what it has.
-        """
+        """Refuse an attention whose heads are not those that the caches were announced for."""
         channels = [features // heads for features in wanted.features]
         said = (self.num_heads_kv, self.head_dim_k, self.head_dim_v)
         for name, given, is_now in zip(
@@ -223,7 +209,7 @@ class InferenceParams:
 
 
 def _whole_numbers(step_dict: Any) -> dict[Hashable, int]:
-    """Argument of `pre_step` as plain integers. TypeError or ValueError, naming the sequence, and what it takes."""
+    """Argument of `pre_step` as plain integers, once checked."""
     if not isinstance(step_dict, Mapping):
         raise TypeError(f"pre_step takes a dict, sequence -> how many tokens, got {type(step_dict).__name__}")
     found = {}
@@ -252,7 +238,7 @@ def _sent(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def _put_lengths(rows: torch.Tensor, lengths: list[int], counts: list[int]) -> None:
-    """Say the lengths of sequences behind a step of so many tokens anew; rows without a sequence have none."""
+    """Say lengths of sequences behind a step of so many tokens; rows without one have none."""
     most, pinned = rows.shape[1], rows.is_cuda
     table = [[a - b for a, b in zip(lengths, counts, strict=True)], counts, lengths]
     filled = torch.tensor([row + [0] * (most - len(row)) for row in table], dtype=torch.int32, pin_memory=pinned)
@@ -265,9 +251,6 @@ def cached(params: Any, wanted: CacheRequest, heads: int, x: torch.Tensor) -> di
     Args:
         params: `InferenceParams`, or any object with max_batch_size, max_sequence_length, sequence_len_offset,
             batch_size_offset and key_value_memory_dict, as Megatron's.
-
-    Raises:
-        TypeError, ValueError: for another object, or a call that does not fit.
     """
     missing = [name for name in _MEGATRONS if not hasattr(params, name)]
     if missing:
@@ -354,7 +337,7 @@ def _memory(params: Any, wanted: CacheRequest, device: torch.device) -> tuple[to
 
 
 def _clear_behind(caches: tuple[torch.Tensor, torch.Tensor], end: int, first: int, batch: int, batch_dim: int) -> None:
-    """Make zeros of what longer sequences left behind `end` in the rows of a call, whose offset went back."""
+    """Zero what longer sequences left behind `end` in the rows of a call that went back."""
     traced, keys = torch.compiler.is_compiling(), caches[0]
     unknown = [keys.shape[1 - batch_dim]] * keys.shape[batch_dim]
     ends = unknown if traced else _ENDS.setdefault(keys, unknown)

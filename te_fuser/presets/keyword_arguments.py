@@ -57,7 +57,7 @@ def check_flag(name: str, value: Any) -> bool:
 
 
 def check_size(name: str, value: Any) -> int:
-    """A whole number from 1 on. TypeError or ValueError, naming the argument and what it got."""
+    """A whole number from 1 on, once checked."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} is a whole number, got {value!r}")
     if value < 1:
@@ -66,14 +66,14 @@ def check_size(name: str, value: Any) -> int:
 
 
 def check_epsilon(name: str, value: Any) -> float:
-    """Check a norm's epsilon and return it. ValueError for anything but a finite number from 0 on."""
+    """A norm's epsilon, once checked."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value < math.inf:
         raise ValueError(f"{name} is a number from 0 on, added to the variance, got {value!r}: 1e-5, say")
     return value
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> str:
-    """Check that a value is one of several words, in any case, and return that. ValueError, naming them all."""
+    """One of several words, in any case, once checked."""
     found = {c.lower(): c for c in choices}.get(value.lower()) if isinstance(value, str) else None
     if found is None:
         near = meant(value, list(choices)) if isinstance(value, str) else ""
@@ -94,7 +94,7 @@ def check_function(name: str, value: Any) -> Any:
 
 
 def checked(default: Any, check: Callable[[str, Any], Any] | Iterable[str]) -> Any:
-    """Field of arguments with a check of its name and value, or with the words that it takes, in any case."""
+    """Field of arguments with a check of name and value, or the words that it takes."""
     takes = check if callable(check) else functools.partial(check_choice, choices=tuple(check))
     return field(default=default, metadata={"check": takes})
 
@@ -180,12 +180,7 @@ class Common(PlacementArguments):
 
 
 def taken(preset: type, arguments: type[Arguments], keywords: Mapping[str, Any]) -> Arguments:
-    """The arguments that keywords of a preset's constructor give.
-
-    Raises:
-        TypeError: for a keyword that nobody knows, naming the nearest.
-        NotImplementedError: for a value that asks for what is missing here.
-    """
+    """The arguments that keywords of a preset's constructor give."""
     known = {f.name for f in fields(arguments)}
     for name in [name for name in keywords if name not in known]:
         if name not in WITHOUT_EFFECT and not name.startswith("ub_"):
@@ -205,14 +200,7 @@ def taken(preset: type, arguments: type[Arguments], keywords: Mapping[str, Any])
 
 
 def check_call(preset: Any, call: Mapping[str, Any], names: Collection[str] | None = None) -> None:
-    """Refuse keywords of a preset's call that nobody knows.
-
-    Args:
-        names: those that its forward understands; None: `outputs`, and those that ops of the list read.
-
-    Raises:
-        TypeError: naming the nearest, among the arguments of its forward too.
-    """
+    """Refuse keywords of a call that are none of `names`, or of ops."""
     if names is None:
         parts = preset._prepared() if call.keys() - {"outputs"} else ()
         names = {"outputs", *(name for part in parts for name in names_read(part))}
@@ -223,7 +211,7 @@ def check_call(preset: Any, call: Mapping[str, Any], names: Collection[str] | No
 
 
 def constructor_keywords(arguments: type[PlacementArguments], constructor: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of a preset, of the `locals()` of its constructor: its `**keywords`, and others that it names."""
+    """Keywords of a preset, of the `locals()` of its constructor."""
     named = {f.name: constructor[f.name] for f in fields(arguments) if f.name in constructor}
     return {**named, **constructor["keywords"]}
 
@@ -232,7 +220,7 @@ _PRESETS = (str(__package__), "torch.nn.modules.module")  # whose __call__ is be
 
 
 def stacklevel_of_user() -> int:
-    """Level for `warnings.warn` in the calling function: the caller of whatever preset is being made or called."""
+    """Level for `warnings.warn` in the calling function: the caller of a preset."""
     frame, level = inspect.currentframe(), 0
     while frame is not None and frame.f_globals["__name__"].startswith(_PRESETS):
         frame, level = frame.f_back, level + 1
@@ -240,7 +228,7 @@ def stacklevel_of_user() -> int:
 
 
 def _asks_nothing(arguments: type[PlacementArguments], name: str, keywords: Mapping[str, Any]) -> bool:
-    """True for a value by which an argument without effect here asks Transformer Engine for nothing, too."""
+    """True for a value of an argument without effect that asks for nothing."""
     nothing = WITHOUT_EFFECT.get(name, (False, None))
     if nothing is None or any(keywords[name] is n for n in nothing):
         return True
@@ -262,7 +250,7 @@ class ClassSignature:
 
 
 def signature_of(preset: type, arguments: type[PlacementArguments]) -> inspect.Signature:
-    """The signature of a constructor, with its `**keywords` written out where it has some: they reach those above."""
+    """Signature of a constructor, with its `**keywords` written out."""
     signature = inspect.signature(preset.__init__)  # type: ignore[misc]
     _, *own = signature.parameters.values()
     if not own or own[-1].kind is not inspect.Parameter.VAR_KEYWORD:
@@ -282,11 +270,7 @@ def signature_of(preset: type, arguments: type[PlacementArguments]) -> inspect.S
 
 
 def check_positions(preset: type, args: tuple[Any, ...]) -> None:
-    """Refuse more arguments by position than a preset's constructor takes so.
-
-    Raises:
-        TypeError: naming those that it takes, and the first one that it does not.
-    """
+    """Refuse more arguments by position than a preset's constructor takes so."""
     kinds = inspect.Parameter
     known = list(inspect.signature(preset).parameters.values())
     names = [p.name for p in known if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
@@ -298,7 +282,7 @@ def check_positions(preset: type, args: tuple[Any, ...]) -> None:
 
 
 def default_device(device: torch.device | str | None) -> torch.device:
-    """`device`; where it is None torch's default if one was set, else the GPU if there is one, else the CPU."""
+    """`device`; by default torch's, if one was set, else the GPU if there is one, else the CPU."""
     if device is not None:
         return torch.device(device)
     was_set = any(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from te_fuser import ops
-from te_fuser.presets.attention_base import own_rows, plans_ahead
+from te_fuser.presets.attention_base import TorchOp, own_rows, plans_ahead
 from te_fuser.presets.base import Asked, Preset, cut, understands
 from te_fuser.presets.keyword_arguments import check_call, check_choice, check_flag, check_size, checked
 from te_fuser.presets.keyword_types import LayerNormMLPKeys, Unpack
@@ -38,12 +38,7 @@ _TAKES = {"clamped_swiglu": {"limit": "limit", "alpha": "alpha", "glu_linear_off
 def activation_op(name: str, params: Mapping[str, Any] | None = None) -> ops.FusableOperation:
     """The activation of that name; of a gated one, [..., 2n] -> [..., n], the gate comes first.
 
-    Args:
-        params: for "clamped_swiglu" limit (7.0), alpha (1.702) and glu_linear_offset (1.0); others take none.
-
-    Raises:
-        ValueError: for an unknown name, or parameters that it does not take.
-        TypeError: for parameters that are no mapping.
+    `params` are for "clamped_swiglu": limit (7.0), alpha (1.702) and glu_linear_offset (1.0); others take none.
     """
     name = check_choice("activation", name, ACTIVATIONS)
     if not (params is None or isinstance(params, Mapping)):
@@ -68,16 +63,8 @@ def activation_to_torch(op: ops.FusableOperation) -> torch.nn.Module:
     return TorchActivation(op) if make is None else make()
 
 
-class TorchActivation(torch.nn.Module):
-    """An activation that torch.nn lacks, in torch's functions; `as_ops` gives the op back."""
-
-    def __init__(self, op: ops.FusableOperation) -> None:
-        super().__init__()
-        self._op = (op,)  # no child: it has no state
-
-    def as_ops(self, convert: Callable[[str, torch.nn.Module], torch.nn.Module]) -> ops.FusableOperation:
-        """The op."""
-        return self._op[0]
+class TorchActivation(TorchOp):
+    """An activation that torch.nn lacks."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The activation of x."""
@@ -204,11 +191,7 @@ class LayerNormMLP(Preset):
         return activation_op(self.common.activation, self.common.activation_params)
 
     def variant_ops(self, over: bool = False) -> Iterable[torch.nn.Module]:  # type: ignore[override]
-        """The ops of a call.
-
-        Args:
-            over: whether gradients of weights are written over their main_grad.
-        """
+        """The ops of a call; `over`: weights' gradients are written over their main_grad."""
         return map(self.writing_over, self.own_ops()) if over else self._ops()
 
     def _ops(self) -> Iterator[torch.nn.Module]:

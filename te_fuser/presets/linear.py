@@ -101,12 +101,7 @@ class Affine(Preset):
         self.relist()
 
     def variant_ops(self, over: bool = False, given: tuple[str, ...] = ()) -> Iterator[torch.nn.Module]:  # type: ignore[override]
-        """The ops of a call.
-
-        Args:
-            over: whether the weight's gradient is written over its main_grad.
-            given: which of weight and bias come with the call, where there are parameters.
-        """
+        """The ops of a call; `over` writes over main_grad, and weight or bias `given` come with the call."""
         if not (over or given):
             yield from self._ops()
             return
@@ -213,11 +208,7 @@ class Affine(Preset):
         return given
 
     def linear_to_torch(self) -> torch.nn.Module:
-        """Product and bias as torch.nn.Linear, over copies of the parameters.
-
-        Raises:
-            TypeError: where calls give or return more than one tensor.
-        """
+        """Product and bias as torch.nn.Linear, over copies of the parameters."""
         self.check_one_value("to_torch()")
         if self.skip_weight_param_allocation:
             raise TypeError(f"to_torch(): {type(self).__name__} has no weight, by skip_weight_param_allocation")

@@ -129,7 +129,7 @@ class MultiheadAttention(ContextParallel):
 
     @property
     def _core(self) -> DotProductAttention:
-        """Attention between the projections; TypeError for another module, which calls cannot tell their mask."""
+        """Attention between the projections, which must be a DotProductAttention."""
         found = self._modules.get("core_attention")
         if not isinstance(found, DotProductAttention):
             is_now = None if found is None else type(found).__name__
@@ -240,20 +240,12 @@ class MultiheadAttention(ContextParallel):
 
     # --------------------------------------------------------------------------------------- lists
 
-    def variant_ops(self, **how: Any) -> Iterator[torch.nn.Module]:
-        """The ops of a call, as `understood` says it."""
-        return (op for _, op in self.named_ops(**how))
-
     def named_ops(  # type: ignore[override]
         self, call: AttentionCall | None = None, rotary: str = "one", over: bool = False, caches: bool = False
     ) -> Iterator[tuple[str, torch.nn.Module]]:
         """The list, with what a call of this kind has.
 
-        Args:
-            call: how it is asked, None: as usually.
-            rotary: "pair" where it gives angles of queries and of keys.
-            over: whether gradients of weights are written over their main_grad.
-            caches: whether it continues sequences.
+        `rotary` is "pair" where it gives angles of queries and of keys; `over` writes gradients over main_grad.
         """
         call = call or self._core.common.call()
         names = {module: name for name, module in self._modules.items()}
@@ -306,7 +298,7 @@ class MultiheadAttention(ContextParallel):
             yield "qk_norm", norm
 
     def _heads(self, keys_alone: bool = False) -> dict[str, Any]:
-        """Keywords of an op on heads: of queries, of queries with keys and values, or of `keys_alone`."""
+        """Keywords of an op on heads: of queries alone, of all, or of `keys_alone`."""
         heads, groups = self._core.own_heads
         packing = "interleaved" if self.qkv_weight_interleaved else "blocked"
         kv_heads = groups if keys_alone or not self.crosses else None
@@ -330,14 +322,7 @@ class MultiheadAttention(ContextParallel):
         inference_params: Any = None,
         hidden_states: torch.Tensor | None = None,
     ) -> tuple[dict[str, Hashable], dict[str, torch.Tensor]]:
-        """Differences from the list itself, as keywords of `variant`, and the tensors that ops read by name.
-
-        Args:
-            hidden_states: the input that caches are made for, where there are inference_params.
-
-        Raises:
-            TypeError, ValueError: for what the preset does not take, or what is missing.
-        """
+        """Differences from the list itself, as keywords of `variant`, and the tensors that ops read by name."""
         self._pack()
         continues = inference_params is not None
         if continues and self.crosses:
@@ -449,11 +434,7 @@ class MultiheadAttention(ContextParallel):
 
 
 def check_encoder_output(preset: Preset, given: Any, wanted: bool, kind: str) -> None:
-    """Refuse what is no tensor, or not taken. TypeError or ValueError, saying what to give.
-
-    Args:
-        kind: the argument that takes the type of a mask, which may have been meant.
-    """
+    """Refuse what is no tensor, or not taken; `kind` is the argument of a mask, maybe meant."""
     who = type(preset).__name__
     if isinstance(given, str):
         raise TypeError(

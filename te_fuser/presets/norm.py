@@ -87,11 +87,7 @@ class PresetNorm:
     def ops(
         self, preset: Preset, prefix: str = "layer_norm_", before: str | None = None
     ) -> Iterator[ops.FusableOperation]:
-        """The ops, bound to these.
-
-        Args:
-            before: how ranks share the product behind it.
-        """
+        """The ops, bound to these; `before` says how ranks share the product behind it."""
         kind = _OPS[self.normalization]
         norm = kind(self.features, self.eps, zero_centered_gamma=self.zero_centered_gamma, device="meta")
         preset.shared(norm)
@@ -114,7 +110,7 @@ class PresetNorm:
 
 
 def share_norm(preset: Any, name: str) -> None:
-    """Let later ops of the list around a preset read by `name` what the norm at its head gives."""
+    """Let later ops around a preset read by `name` what the norm at its head gives."""
     preset.norm = replace(preset.norm, fork=name)
     preset.shares_names = True
     preset.relist()

@@ -217,21 +217,13 @@ class TransformerLayer(ContextParallel):
 
     # --------------------------------------------------------------------------------------- lists
 
-    def variant_ops(self, **how: Any) -> Iterator[torch.nn.Module]:
-        """The ops of a call, as its forward understands it."""
-        return (op for _, op in self.named_ops(**how))
-
     def named_ops(  # type: ignore[override]
         self,
         self_attention: tuple[tuple[str, Hashable], ...] = (),
         inter_attention: tuple[tuple[str, Hashable], ...] = (),
         over: bool = False,
     ) -> Iterator[tuple[str, torch.nn.Module]]:
-        """The list, with these variants of its attentions.
-
-        Args:
-            over: whether gradients of weights are written over their main_grad.
-        """
+        """The list, with these variants of its attentions; `over` writes gradients over main_grad."""
         attention = _variant(self.self_attention, self_attention, over)
         mlp = first_or_later(self.layernorm_mlp, over)
         if self.common.parallel_attention_mlp:

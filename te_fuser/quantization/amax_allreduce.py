@@ -36,11 +36,7 @@ _kept: weakref.WeakKeyDictionary[Any, Agreement] = weakref.WeakKeyDictionary()
 
 
 def agreement_in(region: Region | None) -> Agreement | None:
-    """The agreement of the ranks of a region's group, by default all; None where each has its own amaxes.
-
-    Raises:
-        ValueError: where this rank is none of the group's.
-    """
+    """The agreement of the ranks of a region's group, if they agree on amaxes."""
     if region is None or not region.recipe.reduce_amax or not (dist.is_available() and dist.is_initialized()):
         return None
     group = dist.group.WORLD if region.group is None else region.group
@@ -55,7 +51,7 @@ def agreement_in(region: Region | None) -> Agreement | None:
 
 
 def _on_host(numbers: torch.Tensor) -> Callable[[], list[int]]:
-    """f() -> numbers, which are on their way to the host, where nobody waits for them until then."""
+    """f() -> numbers, which are on their way to the host, and waited for then."""
     if not numbers.is_cuda:
         return numbers.tolist
     there, event = torch.empty_like(numbers, device="cpu", pin_memory=True), torch.cuda.Event()
@@ -71,10 +67,7 @@ def _on_host(numbers: torch.Tensor) -> Callable[[], list[int]]:
 
 @functools.lru_cache(64)
 def _counts(count: int, brings: bool, device: torch.device) -> torch.Tensor:
-    """Numbers whose largest of all ranks are the most products and, turned round, the fewest; read alone.
-
-    A new one for each step would be copied to the GPU, which waits for all that this has to do.
-    """
+    """Numbers of products, turned round, and who brings, kept on the device."""
     return torch.tensor([count, -count, -int(brings)], dtype=torch.int32, device=device)
 
 
@@ -107,7 +100,7 @@ class Agreement:
         return {state: place for state, place in found if _is_agreed_on(state)}
 
     def waiting(self) -> list[State]:
-        """Products that all ranks may have made, which the next update reduces: until then their scales stay."""
+        """Products that all ranks may have made, which the next update reduces; their scales stay."""
         found = [] if self.differs else [state for weight in self._coming if (state := _ref(weight)()) is not None]
         return [s for s in found if s.block is not None and _is_agreed_on(s)]
 
@@ -115,10 +108,7 @@ class Agreement:
         """Compare with the others a region that this rank has not entered before: amaxes would wait for who does not.
 
         They ask where they compare calls, too, in all groups of none but them, small ones first: one that goes on to
-        a call is heard.
-
-        Args:
-            brings: whether products wait here to be folded, which the others are told.
+        a call is heard. `brings`: products wait here to be folded, which the others are told.
         """
         self._brings, self._answer = brings, None
         key = region.recipe, region.calibrating
@@ -134,7 +124,7 @@ class Agreement:
         self._entered.add(key)
 
     def begin(self, recipe: Recipe) -> None:
-        """Compare how many products there are, once; RuntimeError on all ranks, where these are different numbers."""
+        """Compare how many products there are, once."""
         if self._begun:
             return
         gc.collect()  # of a model that was dropped, one rank may have products yet, and another one none
@@ -151,10 +141,7 @@ class Agreement:
         self._products += [(weight, _ref(weight)) for weight in new]
 
     def reduce(self, recipe: Recipe) -> None:
-        """Raise slots to the largest amaxes of all ranks: one all-reduce of bits, so that NaN stays.
-
-        Products that ran on other ranks alone get tensors here, too.
-        """
+        """Raise slots to all ranks' largest amaxes: one all-reduce of bits keeps NaN."""
         self._grow()
         for weight, ref in self._products:
             state = ref()
@@ -180,7 +167,7 @@ class Agreement:
             block.amaxes[rows] = amaxes[there].to(block.device)
 
     def all_bring(self) -> bool:
-        """True where all bring some at this entry; asked where this rank does, as a GPU is waited for."""
+        """True where all bring some at this entry; a GPU is waited for."""
         return self._answer is not None and self._answer()[-1] == -1
 
     def _largest(self, bits: torch.Tensor) -> torch.Tensor:
@@ -212,7 +199,7 @@ class Agreement:
             )
 
     def _new(self, recipe: Recipe) -> list[Binding]:
-        """The products that ranks do not agree on yet, without those that run by no recipe, whatever the region."""
+        """Products that ranks do not agree on yet, but for those that run by no recipe."""
         now = latest(), settings(), len(self._products)
         if self._looked == now:
             return self._coming
@@ -221,14 +208,14 @@ class Agreement:
         return [w for w in products() if recipe_for(w, recipe) is not None and id(state_of(w)) not in known]
 
     def _device(self, weights: Sequence[Binding]) -> torch.device:
-        """Device of the vector: with the first product, but on a GPU where the ranks know nothing else."""
+        """Device of the vector: the first product's, but a GPU for ranks of NCCL."""
         if "nccl" in dist.get_backend(self._group()):
             return torch.device("cuda", torch.cuda.current_device())
         return next(filter(None, map(device_of, weights)), torch.device("cpu"))
 
 
 def _ref(weight: Binding) -> Callable[[], State | None]:
-    """A weak reference to a product's state; of one that is gone it leads nowhere, but keeps its place."""
+    """Weak reference to a product's state; of one that is gone it leads nowhere, in its place."""
     try:
         return weakref.ref(state_of(weight))
     except ReferenceError:
@@ -241,7 +228,7 @@ def _is_agreed_on(state: State) -> bool:
 
 
 def note_alike(agreement: Agreement | None, left_out: set[State]) -> None:
-    """Note of each product that was updated whose amaxes went into that; plans follow where ranks' scales part."""
+    """Note whose amaxes went into products' updates."""
     alone, parted = frozenset([dist.get_rank()]), False
     ranks, reduced = (alone, {}) if agreement is None else (agreement.ranks, agreement.reduced())
     for state in [state for state in all_states() if state not in left_out]:
@@ -257,17 +244,13 @@ Kinds = tuple[type[FusableOperation], type[FusableOperation]]
 
 
 def quantized_first(listed: Sequence[ListedOp], around: Recipe) -> list[ListedOp]:
-    """The list with what quantizes before what gathers, forward and backward, where ranks have one scale.
-
-    Each has its own of products whose recipe, in a region of this one, or an update before says so, and of weights that
-    come with calls.
-    """
+    """The list with what quantizes before what gathers, where ranks have one scale."""
     agreement = agreement_in(next(filter(None, entered()), None)) if has_ranks() else None
     ranks = frozenset[int]() if agreement is None or agreement.differs else agreement.ranks
     found = list(listed)
 
     def exchange(at: int, kinds: Kinds, carried: Carried) -> None:
-        """Exchange two neighbours of these kinds, of which others read nothing by name, nor do they of others."""
+        """Exchange two neighbours of these kinds, which read and are read by nothing by name."""
         pair = found[max(at, 0) : at + 2]
         if [None if i.names_in or i.names_out else i.lowered.op.kind for i in pair] != [*kinds]:
             return

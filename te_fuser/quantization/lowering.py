@@ -83,7 +83,7 @@ class StateBinding(Binding):
 
     @property
     def owner(self) -> torch.nn.Module:  # type: ignore[override]
-        """Raise, as no module has it among its parameters; ReferenceError whenever it is asked for."""
+        """Raise: no module has it among its parameters."""
         raise ReferenceError(f"{self.name} is kept with a weight, not as a parameter of a module")
 
     @property
@@ -131,11 +131,7 @@ def is_kept(item: ListedOp) -> bool:
 
 
 def numbers_of(recipe: Recipe, weight: Binding, state: State, key: region.Key, time: int) -> dict[str, Binding]:
-    """The numbers that a product may read which runs by a recipe, by name.
-
-    Args:
-        time: how many products of the list before it have the same weight.
-    """
+    """Numbers that a product may read by a recipe, behind `time` products of its weight."""
     own, (data, turned, _) = recipe.own_scales, KEPT
     if own is None:
         found: dict[str, Binding] = {name: StateBinding(state, "numbers", name) for name in NUMBERS}
@@ -155,7 +151,7 @@ def numbers_of(recipe: Recipe, weight: Binding, state: State, key: region.Key, t
 
 
 def rewritten(item: ListedOp, recipe: Recipe, form: Form, call: CallSpecs, calibrating: bool) -> Iterator[ListedOp]:
-    """The ops that stand in the place of a product; of one that calibrates only where scales are kept."""
+    """The ops in a product's place; of one that calibrates only where scales are kept."""
     product, own = cast(MatMul, item.lowered.op), recipe.own_scales
     bindings, aside = item.lowered.bindings, item.lowered.aside
     if own is not None and (_have_blocks(own) or torch._C._are_functorch_transforms_active()):
@@ -186,7 +182,7 @@ def _have_blocks(own: Sequence[OwnScales]) -> bool:
 
 
 def _comes_anew(weight: Binding) -> bool:
-    """True where backward makes W^T again of W: `fully_shard` takes weights away, and callers may."""
+    """True where backward makes W^T again of W, as `fully_shard` takes weights away."""
     return not isinstance(weight, GivenBinding) and is_taken_away(weight.owner)
 
 
@@ -206,11 +202,7 @@ def form_of(recipe: Recipe, dtype: torch.dtype, weight_dtype: torch.dtype) -> Fo
 
 
 def quantizing(item: ListedOp, op: Quantize | QuantizeGradient, records: bool) -> ListedOp:
-    """The op that quantizes the input of a product, or the gradient of its output.
-
-    Args:
-        records: whether the amax is recorded, where the scale is kept.
-    """
+    """The op that quantizes a product's input, or dy; `records`: the amax of a kept scale."""
     is_gradient = isinstance(op, QuantizeGradient)
     role, suffix = ("output_gradient", ".quantize_gradient") if is_gradient else ("input", ".quantize")
     ends = {"scale": "scale", **({"amax": "amax"} if records else {})}
@@ -265,7 +257,7 @@ def _is_product(item: ListedOp) -> bool:
 
 
 def _recipe_of(item: ListedOp, around: Recipe) -> Recipe | str:
-    """The recipe by which a product runs in 8 bits in a region; else why it does not, "" of what is no product."""
+    """The recipe by which a product runs in 8 bits; else why not."""
     if not _is_product(item):
         return ""
     product, chosen = cast(MatMul, item.lowered.op), recipe_for(weight_in(item), around)
@@ -328,18 +320,18 @@ def _facts(listed: Sequence[ListedOp]) -> Facts:
 
 
 def _records() -> bool:
-    """True where calls need more than to read scales; a graph without gradients may be replayed with them."""
+    """True where calls do more than to read scales, or may in replays."""
     return torch.is_grad_enabled() or read_in_capture() is not None
 
 
 def _device_in(weight: Binding) -> torch.device:
-    """The device of the weight of a call, which can only be planned where it is the meta device."""
+    """The device of the weight of a call; on the meta device it is planned alone."""
     found = parameter_of(weight)
     return (weight.get() if found is None else found).device
 
 
 def _apart(weight: Binding, product: MatMul, reads: bool) -> State:
-    """A state that belongs to nobody: for a reference with the numbers of a product, else without values."""
+    """A state of nobody: with a product's numbers, else without values."""
     state = State(torch.nn.Module(), weight.name)
     if reads:
         own = state_of(weight)
@@ -359,7 +351,7 @@ def _apart(weight: Binding, product: MatMul, reads: bool) -> State:
 
 
 def _bound(listed: Sequence[ListedOp], key: region.Key, looks: bool, reads: bool) -> list[ListedOp]:
-    """A list whose products have the numbers that they may read, of their states or of their calls."""
+    """A list whose products have the numbers that they may read."""
     times, states = Counter[Hashable](), dict[Hashable, State]()  # by weight
     found: list[ListedOp] = []
     for item in listed:
@@ -399,7 +391,7 @@ def _lowered(item: ListedOp, call: CallSpecs, key: region.Key) -> Iterable[Liste
 
 
 def _refuse_dtype(path: str, what: str, dtype: torch.dtype) -> NoReturn:
-    """Refuse a product of which this is in another dtype than those that products of 8 bits give."""
+    """Refuse a product whose weight or x is in a dtype that no product of 8 bits gives."""
     raise TypeError(
         f"{path or 'MatMul'}: {what} is in {text_of(dtype)}, but products in FP8 give float32, bfloat16 or float16: "
         'convert model and x, leave the region, or exempt it by te.precision(model, {"path": None}); '
@@ -424,7 +416,7 @@ def _check_narrow(item: ListedOp, call: CallSpecs, key: region.Key, recipe: Reci
 def _notes(
     listed: Sequence[ListedOp], key: region.Key, device: torch.device, capability: tuple[int, int] | None
 ) -> Iterator[str]:
-    """Lines of plans on each product's precision; the capability is that of a GPU that is only named."""
+    """Lines on each product's precision."""
     alike: dict[tuple[str, str], list[ListedOp]] = {}
     for item, recipe in _in_8_bits(listed, key.recipe):
         formats = "E4M3, gradients in E5M2" if recipe.fp8_format is Format.HYBRID else "E4M3"

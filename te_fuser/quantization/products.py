@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def products() -> list[Binding]:
-    """The weights of all products that there are, each once, those that were made first before others."""
+    """The weights of all products, each once, in the order of their construction."""
     found: dict[object, Binding] = {}
     for op in in_order():
         weight = weight_of(op)
@@ -40,7 +40,7 @@ def products() -> list[Binding]:
 
 
 def weight_of(op: FusableOperation) -> Binding | None:
-    """The weight of a product; None of other ops, and where that is gone or another module reads it otherwise."""
+    """The weight of a product; None of other ops, and where that is gone or not read as it is."""
     product = op.op if isinstance(op, Bound) else op
     if not (isinstance(product, MatMul) and product.kind is MatMul):
         return None
@@ -58,7 +58,7 @@ def weight_in(item: ListedOp) -> Binding:
 
 
 def products_of(model: torch.nn.Module) -> dict[str, Binding]:
-    """The products of a model by path: that of the weight's owner, and what its name has before "weight": `mlp.fc1`."""
+    """The products of a model by path of the weight's owner, and prefix of its name: `mlp.fc1`."""
     paths = {id(module._parameters): path for path, module in model.named_modules()}
     found = {}
     for weight in products():
@@ -69,7 +69,7 @@ def products_of(model: torch.nn.Module) -> dict[str, Binding]:
 
 
 def parameter_of(weight: Binding) -> torch.Tensor | None:
-    """A weight, or a parameter beside one that is computed; None of one that is gone, or comes with each call."""
+    """A weight, or a parameter beside a computed one; None of one that is gone, or given in calls."""
     try:
         owner = weight.owner
     except ReferenceError:
@@ -79,7 +79,7 @@ def parameter_of(weight: Binding) -> torch.Tensor | None:
 
 
 def device_of(weight: Binding) -> torch.device | None:
-    """The device of a weight; None of one that is gone, comes with each call, or has no values."""
+    """The device of a weight, where it has one."""
     found = parameter_of(weight)
     return None if found is None or found.is_meta else found.device
 
@@ -150,7 +150,7 @@ def _matched(model: Any, recipes: Any) -> list[tuple[Binding, Recipe | None]]:
 
 
 def is_another_since(weight: Binding, then: int, recipe: Recipe) -> bool:
-    """True where a product runs by another recipe than with those `settings` then, in a region of this one."""
+    """True where a product runs by another recipe than with those `settings`, in such a region."""
     since = [before for when, before in _changed.get(weight.owner, {}).get(weight.name, ()) if when > then]
     return bool(since) and (recipe if since[0] is _UNSAID else since[0]) != recipe_for(weight, recipe)
 
@@ -176,12 +176,7 @@ def how(recipe: Recipe) -> str:
 
 @functools.lru_cache(maxsize=64)
 def try_recipe(recipe: Recipe) -> None:
-    """Look at the scales that a recipe keeps none for, and try its functions on a history of zeros, two products'.
-
-    Raises:
-        TypeError: for `own_scales` that are none.
-        ValueError: where functions raise, give another shape, or no floating point.
-    """
+    """Check the scales of a recipe that keeps none, and try its functions on two products' zeros."""
     own: Any = recipe.own_scales
     if own is not None and not (isinstance(own, tuple) and len(own) == 3 and all(map(_is_own, own))):
         raise TypeError(

@@ -86,11 +86,7 @@ def checkpoint_contexts() -> tuple[Any, Any]:
 
 
 class Anew(contextlib.AbstractContextManager[None]):
-    """A context that is made each time it is entered.
-
-    Args:
-        make: makes it.
-    """
+    """A context that is made each time it is entered."""
 
     def __init__(self, make: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
         self._make, self._entered = make, list[contextlib.ExitStack]()
@@ -166,7 +162,7 @@ _by_scales_of_now: weakref.WeakSet[_Forward] = weakref.WeakSet()
 
 
 def keep_scales() -> None:
-    """Leave the scales, which are about to change, to forwards that ran by them and may run again."""
+    """Leave scales that are about to change to forwards that ran by them and may run again."""
     scales = scales_of(all_states()) if _by_scales_of_now else []
     for forward in _by_scales_of_now:
         forward.scales = scales
@@ -177,17 +173,14 @@ def keep_scales() -> None:
 
 
 def refuse_another(state: State, recipe: Recipe) -> None:
-    """Refuse what computes a forward again in another region than it ran in.
-
-    By recipes that keep scales it is another one where it was entered anew, by others where the recipe is another one.
-    """
+    """Refuse a forward that runs again in another region: a new one, or by another recipe."""
     is_same = state.ran_by == recipe and (recipe.own_scales is not None or state.ran_in == region.entries())
     if not is_same and region.runs_again():
         raise RuntimeError(_LOST.format("in another region than it ran in before"))
 
 
 def ran_outside(weights: Iterable[Binding]) -> None:
-    """Note that products run outside of all regions now; refused where what runs again has lost its own."""
+    """Note that products run outside of regions; refused where what runs again has lost its own."""
     for state in filter(None, map(known_state_of, weights)):
         if state.ran_by is not None and region.runs_again():
             raise RuntimeError(_LOST.format("without the region that it ran in before"))
@@ -195,7 +188,7 @@ def ran_outside(weights: Iterable[Binding]) -> None:
 
 
 def refuse_another_precision(weight: Binding, path: str, recipe: Recipe) -> None:
-    """Refuse to compute a forward again in which a product ran by another recipe than is chosen for it now."""
+    """Refuse to run a forward again whose product ran by another recipe than is chosen now."""
     kept = _running_again.get()
     if kept is None or isinstance(weight, GivenBinding) or not is_another_since(weight, kept.whole.precision, recipe):
         return
@@ -260,7 +253,7 @@ class GraphedRegion:
         self._kept = {state: (kept, weight) for state, kept, weight in used}
 
     def run(self, replay: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-        """Replay in the region of now; without gradients nothing is recorded; ValueError if captured in another."""
+        """Replay in the region of now, which must be like that of the capture."""
         self._check()
         if not self._products:
             return replay(*tensors)
@@ -278,10 +271,7 @@ class GraphedRegion:
                 amaxes.copy_(then)
 
     def _check(self) -> None:
-        """Refuse another region than that of the capture, where products ran in it, or may have.
-
-        No state tells what ran there outside of regions, and by recipes that have none.
-        """
+        """Refuse another region than the capture's, where products ran in it, or may have."""
         then, now = self._key, region.current_key()
         has_no_states = then is None or then.recipe.own_scales is not None
         if now == then or not (self._products or (self._has_products and has_no_states)):
@@ -344,7 +334,7 @@ def _copied(device: torch.device) -> Iterator[None]:
 
 
 def refuse_by_hand() -> None:
-    """Refuse calls that a CUDA graph would capture with the scales of now, but for `te_fuser.cuda_graph`."""
+    """Refuse calls that a CUDA graph by hand would capture with the scales of now."""
     if region.is_capturing() and read_in_capture() is None:
         raise NotImplementedError(
             "a model runs in a region of FP8 while a CUDA graph is captured by hand: replays would go on by the scales "

@@ -22,7 +22,7 @@ import torch
 from te_fuser.distributed.group import has_ranks
 from te_fuser.fake_tensors import is_looking
 from te_fuser.guards import Facts, holders, still_hold, tensor_place
-from te_fuser.kernels.reductions import AmaxFolder, Folded
+from te_fuser.kernels.quantizers import AmaxFolder, Folded
 from te_fuser.params.scales import HISTORY, LARGEST, SCALE, STATES, States, saved_numbers, some_wait
 from te_fuser.quantization.amax_allreduce import agreement_in, note_alike
 from te_fuser.quantization.products import device_of, products, products_of, recipe_for, try_recipe
@@ -53,7 +53,7 @@ _threads: set[int] = set()  # those that have entered regions
 
 @dataclass
 class Recorded:
-    """The last region with gradients from outside of all, and whether it was entered since the last update."""
+    """The last outermost region with gradients, and whether it was entered since the last update."""
 
     region: Region | None = None
     is_new: bool = False
@@ -63,11 +63,7 @@ recorded = Recorded()
 
 
 def update() -> None:
-    """Make history and scales of what was recorded since the last update; ranks of a group, all of them, together.
-
-    Raises:
-        RuntimeError: where what runs is captured, transformed or faked.
-    """
+    """Make history and scales of what was recorded since the last update, on all ranks of a group."""
     _check_place()
     with written_by_updates():
         agreement, last = agreement_in(recorded.region), recorded.region
@@ -109,7 +105,7 @@ def _update_block(block: Block, left_out: set[State]) -> None:
 
 
 def _folded_in(block: Block, among: Iterable[State]) -> list[State]:
-    """The ones of some products that keep amaxes in a block; those of modules on the meta device have nowhere to."""
+    """Products with amaxes in a block, of these, but for modules on the meta device."""
     found = [state for state in among if state.block is block and isinstance(state.recipe, DelayedScaling)]
     found = [state for state in found if not any(t is not None and t.is_meta for t in state.found())]
     for state in found:
@@ -118,7 +114,7 @@ def _folded_in(block: Block, among: Iterable[State]) -> list[State]:
 
 
 def upcoming(among: Iterable[State]) -> Iterator[tuple[Block, Moved]]:
-    """Histories and scales that the next update would make of what was recorded of these; nothing is written."""
+    """Histories and scales that the next update would make; nothing is written."""
     stays = {*busy_states()}
     own = [state for state in among if state not in stays]
     for block in blocks():
@@ -126,7 +122,7 @@ def upcoming(among: Iterable[State]) -> Iterator[tuple[Block, Moved]]:
 
 
 def _moved(block: Block, states: Iterable[State], seen: torch.Tensor) -> Iterator[Moved]:
-    """Histories and scales that an update makes of what was seen, [products, 3], by recipe; it writes nothing."""
+    """Histories and scales, by recipe, that an update makes of what was seen, [products, 3]."""
     by_recipe: dict[int, list[State]] = {}
     for state in states:
         by_recipe.setdefault(id(state.recipe), []).append(state)
@@ -224,7 +220,7 @@ _kernels: weakref.WeakKeyDictionary[Block, BlockKernel] = weakref.WeakKeyDiction
 
 
 def _kernel_of(block: Block) -> tuple[BlockKernel | None, list[State]]:
-    """The kernel of a block, and its products that PyTorch folds: all, or those with functions of somebody's own."""
+    """The kernel of a block, and its products that PyTorch folds."""
     kept = _kernels.get(block)
     if kept is not None and kept.alone == changes[0] and still_hold(kept.facts):
         return kept, []
@@ -245,11 +241,7 @@ def _kernel_of(block: Block) -> tuple[BlockKernel | None, list[State]]:
 
 
 def _take_brought(recipe: Recipe) -> bool:
-    """Put amaxes that checkpoints and copies brought where calls record; whether there were any.
-
-    Args:
-        recipe: of the region, by which those products run that have run by none.
-    """
+    """Put amaxes of checkpoints and copies where calls record; True if there were any."""
     if not some_wait[0] or is_looking():
         return False
     some_wait[0], some = False, False
@@ -277,7 +269,7 @@ def _at_entry(region: Region) -> None:
 
 
 def _begin(region: Region) -> None:
-    """Update at an entry. Ranks are asked where gradients are on: who evaluates alone waits for nobody."""
+    """Update at an entry, with other ranks where gradients are on."""
     if is_capturing():
         raise NotImplementedError(
             "a region of FP8 is entered while a CUDA graph is captured: replays would enter none; enter it around "
@@ -362,7 +354,7 @@ def numbers_now(states: Sequence[State]) -> dict[State, tuple[torch.Tensor, torc
 
 
 def _saved(state: State, saves: bool) -> dict[str, torch.Tensor]:
-    """Tensors that saves and copies have in place of a product's buffers; where there are none its amaxes go along."""
+    """Tensors that saves and copies have for a product's buffers; without any, amaxes go along."""
     if agreement_in(recorded.region) is not None and saves and recorded.is_new:
         warnings.warn(
             "ranks have not agreed yet on the amaxes of FP8 of the last step: what is saved now has those of this "
@@ -399,8 +391,7 @@ def not_finite(model: torch.nn.Module) -> dict[str, int]:
 def _states_of(model: torch.nn.Module, function: str, updates: bool) -> dict[str, State]:
     """The states of a model's products that have numbers, by path with a dot behind; "" of one that is the model.
 
-    Args:
-        updates: whether ranks that agree on amaxes do so first.
+    `updates`: ranks that agree on amaxes do so first.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from te_fuser.fuser.run.loading import obstacle
-from te_fuser.kernels.reductions import APART
+from te_fuser.kernels.quantizers import APART
 from te_fuser.params.binding import Binding
 from te_fuser.params.scales import HISTORY, SCALE, STATES, States, not_scaled, prefix_of, states_of, version_of
 from te_fuser.quantization.products import try_recipe
@@ -44,7 +44,7 @@ def changed(dead: object = None) -> None:
 
 
 def not_in_capture(what: str) -> None:
-    """Refuse what replays would do again, or not at all; RuntimeError while a stream is captured."""
+    """Refuse what replays would do again, or not at all, while a stream is captured."""
     if region.is_capturing():
         raise RuntimeError(
             f"{what} while a CUDA graph is captured: run the model in its region of FP8 before, as it is captured"
@@ -104,7 +104,7 @@ class Block:
         return found
 
     def made_live(self) -> torch.Tensor:
-        """`live`, from now on; refused while a stream is captured, where there is none yet."""
+        """`live`, from now on; no capture may be the first to ask."""
         if self.live is None:
             not_in_capture("scales are read by a first graph")
             self.live = torch.ones(_PRODUCTS, 2 * len(ROLES), APART, device=self.device)
@@ -120,7 +120,7 @@ class Block:
             self.show_graphs(tuple([state.row for state in states]), numbers)
 
     def show_graphs(self, rows: tuple[int, ...], numbers: torch.Tensor) -> None:
-        """Have captured graphs find these in products' rows of `live`: three scales and three reciprocals each."""
+        """Have captured graphs find three scales and three reciprocals in products' rows of `live`."""
         assert self.live is not None
         self.live[:, :, 0].index_copy_(0, self.index(rows), numbers)
 
@@ -158,12 +158,12 @@ def block_with_room(device: torch.device) -> Block:
 
 
 def apart(numbers: torch.Tensor) -> torch.Tensor:
-    """A copy of numbers, each at a multiple of 16 bytes: cuBLAS reads scales of products there alone."""
+    """A copy of numbers, each at a multiple of 16 bytes, where cuBLAS reads scales."""
     return torch.nn.functional.pad(numbers[..., None], (0, APART - 1))[..., 0]
 
 
 def show(products: Iterable[Numbers], values: Iterable[torch.Tensor]) -> None:
-    """Have calls find these among the `numbers` of products: three scales and three reciprocals of each."""
+    """Have calls find these in `numbers` of products: three scales and three reciprocals each."""
     there = iter(values)
     for numbers in products:
         numbers.update(zip(SCALED, there, strict=False))
@@ -179,7 +179,7 @@ Source = tuple[dict[str, Any], str, weakref.ref[torch.Tensor], float]
 
 @contextlib.contextmanager
 def written_by_updates() -> Iterator[None]:
-    """Context in which states' tensors are made and written, whatever modes a call runs in; one thread at a time."""
+    """Context in which one thread makes and writes states' tensors, whatever its modes."""
     with lock, torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -233,7 +233,7 @@ class State:
 
     @property
     def has_buffers(self) -> bool:
-        """True where there are any: from a call, a checkpoint, or the module that this one was copied from."""
+        """True where a call, a checkpoint, or a copy's source made any."""
         return all(t is not None for t in self.found())
 
     def is_as_put(self) -> bool:
@@ -245,11 +245,7 @@ class State:
         return not {self.prefix + SCALE, self.prefix + HISTORY}.isdisjoint(getattr(self._owner(), "__dict__", ()))
 
     def make(self, length: int | None, device: torch.device) -> None:
-        """Have tensors on a device: what the buffers hold where there are some, else scales of 1 and no amaxes.
-
-        Args:
-            length: of the history; None: as long as it is.
-        """
+        """Have tensors on a device: what buffers hold, else ones and zeros; None leaves the length."""
         is_there = self.block is not None and self.block.device == device and self.has_buffers and self.is_as_put()
         if is_there and length in (None, len(self.history)):
             return
@@ -267,7 +263,7 @@ class State:
             self.block.show([self], scale[None])
 
     def read(self, device: torch.device) -> None:
-        """Have what calls read that record nothing: what the buffers hold, or scales of 1, and none are made."""
+        """Have what calls read that record nothing: what the buffers hold, or scales of 1."""
         if self.has_buffers:
             self.make(None, device)
             return
@@ -281,7 +277,7 @@ class State:
             self._put = None, None
 
     def _numbers(self, device: torch.device) -> list[torch.Tensor]:
-        """Scales and history as updates can write them; what .half() and the like rounded, as it was before."""
+        """Scales and history that updates can write."""
         if not self.has_buffers:
             return [torch.ones(len(ROLES), device=device), torch.zeros(1, len(ROLES), device=device)]
         found = []
@@ -293,11 +289,7 @@ class State:
         return found
 
     def _check(self) -> None:
-        """Refuse what somebody put where calls look for scales, and they cannot go by.
-
-        Raises:
-            ValueError: for buffers of another shape; for tensors that were put where there are no buffers.
-        """
+        """Refuse what somebody put where calls look for scales, and they cannot go by."""
         scale, columns = f"{self.prefix}{SCALE}", len(ROLES)
         if self.has_buffers:
             shapes = list(self.scale.shape), list(self.history.shape)
@@ -314,7 +306,7 @@ class State:
             )
 
     def keeps_another(self) -> bool:
-        """True where nothing is kept, or a parameter that it was made of was replaced since, or written in place."""
+        """True where nothing is kept, or a parameter was replaced or written in place since."""
         for there, name, parameter, version in self.kept_of:
             then = parameter()
             if then is None or version_of(then) != version or there.get(name) is not then:
@@ -438,11 +430,7 @@ def state_of(weight: Binding) -> State:
 
 
 def ensure(weight: Binding, recipe: Recipe, device: torch.device) -> State:
-    """The state of a product, which runs now by a recipe, with its tensors on a device.
-
-    Raises:
-        ValueError: when it ran by another recipe in the same region; for functions of the recipe that give no scales.
-    """
+    """The state of a product, which runs now by a recipe, with its tensors on a device."""
     state = state_of(weight)
     if recipe != state.recipe:
         try_recipe(recipe)
@@ -468,6 +456,6 @@ def newest(history: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def busy_states() -> list[State]:
-    """Products of regions that other threads or contexts are in still, or that run again: their scales stay so."""
+    """Products of regions that others are in still, or that run again: their scales stay."""
     entries = region.open_elsewhere()
     return [state for state in all_states() if state.entry in entries] if entries else []

@@ -66,7 +66,7 @@ def quantize(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | float) -
 
 
 def _scale_of(scale: torch.Tensor | float, device: torch.device) -> torch.Tensor:
-    """A scale as a tensor; one on a device is taken as it is, so that nobody waits for its value."""
+    """A scale as a tensor; one on a device is taken as it is, and not waited for."""
     if isinstance(scale, torch.Tensor):
         if scale.numel() != 1 or scale.dtype != torch.float32:
             raise ValueError(f"quantize: a scale is one number in float32, got {scale.dtype} {list(scale.shape)}")

@@ -43,12 +43,7 @@ OWN = (
 
 
 def keep(found: Sequence[tuple[State, Binding]], records: bool) -> None:
-    """Quantize weights where calls are of a first micro-batch, or where nothing is kept that they could read.
-
-    Args:
-        found: the states of products and what their weights are.
-        records: whether their amaxes are recorded.
-    """
+    """Quantize weights in a first micro-batch, or where nothing is kept."""
     if not found:
         return
     states = dict(found)
@@ -86,11 +81,7 @@ def keep(found: Sequence[tuple[State, Binding]], records: bool) -> None:
 
 
 def leave_blank(state: State, features: tuple[int, int], device: torch.device) -> None:
-    """Have calls find what they make is like, as the weight in 8 bits; who reads the numbers finds NaN.
-
-    Args:
-        features: of a row of its input, and of its output.
-    """
+    """Have calls find what weights [out, in] in 8 bits are like, with NaN for values."""
     if state.blanks and state.blanks[KEPT[0]].device == device:
         return
     with torch.inference_mode(False), _disable_current_modes():  # of an export, which would make one of its own
@@ -152,8 +143,7 @@ def quantized_model_init(
 def _narrow(op: FusableOperation, waiting: list[FusableOperation] | None = None) -> None:
     """Put a product's weight into 8 bits; where it comes with calls or is computed, nothing happens.
 
-    Args:
-        waiting: takes the op where the weight is not there yet, or without values, as of an op that will be bound.
+    `waiting` takes the op where the weight is not there yet, or without values, as of an op that will be bound.
     """
     weight = weight_of(op)
     places = [] if weight is None else _places(weight)
@@ -172,7 +162,7 @@ def _narrow(op: FusableOperation, waiting: list[FusableOperation] | None = None)
 
 
 def _places(weight: Binding) -> list[Place]:
-    """The parameters that a weight is made of, where they are of one module that knows how to load and convert them."""
+    """Parameters that a weight is made of, where one module has them that can keep scales."""
     try:
         owner = weight.owner
     except ReferenceError:
@@ -190,7 +180,7 @@ def is_only_narrow(weight: Binding) -> bool:
 
 
 def narrow_places(weight: Binding) -> list[Place]:
-    """The parameters of a weight that is in 8 bits alone: among which, by what name, which; none of another weight."""
+    """Parameters of a weight that is in 8 bits alone: among which, by what name, which."""
     found = _places(weight)
     return found if found and NARROW in weight.owner.__dict__ and is_narrow(found[0][2]) else []
 
@@ -202,7 +192,7 @@ def refuse_narrow(item: ListedOp, why: str) -> None:
 
 
 def refuse_narrow_weights(products: Iterable[ListedOp]) -> None:
-    """Refuse weights in 8 bits alone that several modules have, each with a scale, or that somebody has written to."""
+    """Refuse weights in 8 bits alone that several modules have, or that somebody has written to."""
     there: dict[int, Hashable] = {}
     for item in products:
         weight = weight_in(item)

@@ -24,10 +24,7 @@ from te_fuser.recipe.recipes import DelayedScaling, Recipe
 class Region:
     """A region that is on.
 
-    Attributes:
-        recipe: by what products run.
-        group: the ranks that agree on the largest magnitudes; None: all, where there are several.
-        calibrating: whether magnitudes are recorded and nothing is quantized.
+    `group` are the ranks that agree on the largest magnitudes, None: all; while calibrating nothing is quantized.
     """
 
     recipe: Recipe
@@ -36,17 +33,16 @@ class Region:
 
     @functools.cached_property
     def agrees(self) -> str | None:
-        """Name of the group whose ranks agree on magnitudes where this is the outermost region; None where none do."""
+        """Name of the group that agrees where this is the outermost region; None where none does."""
         if not self.recipe.reduce_amax:
             return None
         return "" if self.group is None else str(self.group.group_name)
 
 
 class Key(NamedTuple):
-    """Key of a call in regions, which its plan depends on.
+    """Key of a call in regions, which its plan depends on; recipe and calibrating are of the innermost one.
 
     Attributes:
-        recipe, calibrating: of the innermost one.
         settings: how often what modules run by was changed.
         says_microbatch: whether weights are kept from micro-batch to micro-batch.
         agrees: by name the group whose ranks agree on magnitudes; None where none do.
@@ -79,7 +75,7 @@ is_first_microbatch = _is_first.get  # True keeps weights in 8 bits, False reads
 
 
 def current() -> Region | None:
-    """The innermost region of this thread and context, where that is on or calibrating; None outside."""
+    """The innermost region of this thread and context, where that is on or calibrating."""
     stack = _stack.get()
     return stack[-1] if stack else None
 
@@ -139,7 +135,7 @@ def keeps_or_notes() -> bool:
 
 
 def open_elsewhere() -> set[int]:
-    """The numbers of entries whose regions other threads or contexts are in now, and of which forwards run again."""
+    """Entries whose regions other threads or contexts are in, or of which forwards run again."""
     for number, thread in tuple(_open.items()):
         if not thread.is_alive():
             _open.pop(number, None)
@@ -159,12 +155,12 @@ def held(entries: set[int]) -> Iterator[None]:
 
 
 def on_entry(callback: Callable[[Region], None]) -> None:
-    """Have a function called with each region that is entered from outside of all, before it is on."""
+    """Have a function called with each outermost region, before it is on."""
     _callbacks.append(callback)
 
 
 def settings_changed() -> None:
-    """Have every plan made in a region made anew, as what its modules run by was changed."""
+    """Have plans of regions made anew, as what their modules run by was changed."""
     _settings[0] += 1
 
 
@@ -174,7 +170,7 @@ def settings() -> int:
 
 
 def counted_alone() -> AbstractContextManager[int]:
-    """Context in which calls count as those of an entry of their own, of this number, which runs no callbacks."""
+    """Context in which calls count as of an entry of their own, which runs no callbacks."""
     return being(_entry, next(_count))
 
 
@@ -185,7 +181,7 @@ def is_capturing() -> bool:
 
 @contextlib.contextmanager
 def recomputed(stack: tuple[Region | None, ...]) -> Iterator[None]:
-    """Context in which a forward runs again, in the regions that it ran in; entering others runs no callbacks."""
+    """Context in which a forward runs again in its regions; entering others runs no callbacks."""
     before = _stack.get()
     _be_within(stack)
     try:
@@ -206,7 +202,7 @@ def in_backward() -> bool:
 
 
 def runs_again() -> bool:
-    """True where what runs here computes a forward again, inside of a backward, without the regions of that forward."""
+    """True where a forward is computed again in a backward without its regions."""
     return in_backward() and torch.is_grad_enabled() and not _recomputing.get()
 
 
@@ -247,12 +243,7 @@ class Entered(contextlib.ContextDecorator):
             _open.pop(_entry.get(), None)
 
     def __call__(self, func: Any) -> Any:
-        """The function in this region.
-
-        Raises:
-            TypeError: for what is no function, a class, and functions whose calls run nothing yet: generators and
-                coroutines.
-        """
+        """The function in this region."""
         runs_later = inspect.isgeneratorfunction(func) or inspect.iscoroutinefunction(func)
         if isinstance(func, type) or runs_later or inspect.isasyncgenfunction(func):
             why = "which would run outside of it: write `with autocast(..):` inside"

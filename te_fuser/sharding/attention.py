@@ -30,7 +30,7 @@ from te_fuser.sharding.rules import RULES, ShardingContext, ShardingRule
 
 
 class HeadsRule(ShardingRule[Any]):
-    """Rule of ops on heads: as x, whose sequences are whole; of features that are cut each rank has whole heads."""
+    """Rule of ops on heads: as x, whose sequences are whole; ranks have whole heads."""
 
     def gives(self, op: Any, x: Placement, context: ShardingContext) -> Placement:
         for argument, other in context.named.items():
@@ -64,14 +64,14 @@ class HeadsRule(ShardingRule[Any]):
 
 
 class EachHeadRule(HeadsRule):
-    """Rule of ops on each head of a row: as x, whatever the sequences are; rows stay by themselves."""
+    """Rule of ops on each head of a row: as x, whatever the sequences are."""
 
     def gives(self, op: Any, x: Placement, context: ShardingContext) -> Placement:
         return super().gives(op, x, context) if x == Partial() else x
 
 
 class PositionsRule(HeadsRule):
-    """Rule of ops on positions: as x; of the ranks of its context each has a part of the sequence."""
+    """Rule of ops on positions: as x; ranks of its context have parts of the sequence."""
 
     def group(self, op: Any) -> Group:
         return op.context  # type: ignore[no-any-return]
@@ -92,7 +92,7 @@ class PositionsRule(HeadsRule):
 
 
 class RotaryRule(PositionsRule):
-    """Rule of rotary ops: as x; rows turn by their place in the whole, which a rank's part says if the op does not."""
+    """Rule of rotary ops: as x; rows turn by their place in the whole."""
 
     def gives(self, op: Any, x: Placement, context: ShardingContext) -> Placement:
         return x if x.outer and self.group(op).size == 1 else super().gives(op, x, context)

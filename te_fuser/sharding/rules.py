@@ -131,7 +131,7 @@ def rule_of(op: FusableOperation) -> ShardingRule[Any]:
 
 
 class JointOp(NamedTuple):
-    """An op that several ranks run together, and the placement that it takes; None: any, as collectives do."""
+    """An op that several ranks run together, and the placement that it takes, or any."""
 
     op: FusableOperation
     group: Group
@@ -153,7 +153,7 @@ def joint_ops(ops: Collection[FusableOperation]) -> list[JointOp]:
 
 
 class RowRule(ShardingRule[Any]):
-    """Rule of row ops: as the input, where the formula extends over no more than a rank has."""
+    """Rule of row ops: as the input, where the formula extends over what a rank has."""
 
     def gives(self, op: Any, x: Placement, context: ShardingContext) -> Placement:
         given, who, ranks = op.named_inputs(), type(op).__name__, context.group.title
@@ -203,11 +203,7 @@ class CutRule(RowRule):
         return super().gives(op, x, context) if isinstance(op, RowOp) else ShardingRule.gives(self, op, x, context)
 
     def check(self, op: Any, x: Placement, context: ShardingContext) -> None:
-        """Refuse an input of which the ranks that share the op have something else than it takes.
-
-        Raises:
-            ValueError: saying both.
-        """
+        """Refuse an input of which the ranks that share the op have another part than it takes."""
         if self.group(op) == context.group and x != self.takes(op):
             said = [f"{name}={getattr(op, name)!r}" for name in SHARING if name != "group" and getattr(op, name)]
             raise ValueError(
@@ -231,7 +227,7 @@ class BiasRule(CutRule):
 
 
 class MatMulRule(CutRule):
-    """Rule of products: by column a rank's features, by row the sum; else as x, or a term of a sum over features."""
+    """Rule of products: by column features, by row the sum; else as x, or a term of a sum."""
 
     def _takes_gathered(self, op: MatMul, x: Placement, context: ShardingContext) -> bool:
         by_column = op.parallel_mode == COLUMN and self.group(op) == context.group
@@ -252,7 +248,7 @@ class MatMulRule(CutRule):
         return op.with_attributes(_gathered=True) if self._takes_gathered(op, x, context) else op
 
     def local_ops(self, op: MatMul) -> tuple[FusableOperation, ...]:
-        """AllGather, MatMul; MatMul, ReduceScatter; or AllReduceGradient, MatMul; MatMul, AllReduce."""
+        """Collectives before and behind a MatMul."""
         if not op.is_cut:
             return (op,)
         inner, outer = op.own_features
@@ -272,7 +268,7 @@ class MatMulRule(CutRule):
 
 
 class CollectiveRule(ShardingRule[Collective]):
-    """Rule of collectives: what is joined was cut so, what is added up were terms; another group changes nothing."""
+    """Rule of collectives of the same group: join what was cut, add up what were terms."""
 
     def group(self, op: Collective) -> Group:
         return op.group

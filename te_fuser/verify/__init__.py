@@ -95,7 +95,7 @@ def verify(
 
 
 def _listed(subject: FusableOperation | Sequential, kernels: str) -> Sequential:
-    """The subject as a list that is called as one: a forward that promises to flatten may take other arguments."""
+    """The subject as a list that is called as one, whatever its forward takes."""
     if not isinstance(subject, (Sequential, FusableOperation)):
         kind = f"the class {subject.__name__}: make one" if isinstance(subject, type) else type(subject).__name__
         raise TypeError(f"verify takes a fusion or its name, a Sequential, a preset or an op, got {kind}")

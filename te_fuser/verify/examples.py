@@ -146,9 +146,6 @@ class OpExample:
         make: called in place of the constructor; gets a torch.Generator as `rng`, too, where it takes one.
         normal: mean and standard deviation of these, or a function of the op that gives them; None: 0.5 around the
             numbers that the constructor gave, around 0 where it gave none.
-
-    Raises:
-        TypeError: for a `normal` that is no pair of numbers and no function.
     """
 
     arguments: Mapping[str, Any] | Callable[[int, str], Mapping[str, Any]] = field(default_factory=dict)
@@ -186,11 +183,7 @@ def example(**attributes: Any) -> Callable[[Kind], Kind]:
 def example_of(
     kind: type[FusableOperation], features: int, rng: torch.Generator, name: str = "value", /, **changed: Any
 ) -> FusableOperation:
-    """An op of a class for so many input features; `changed` has arguments of its own, and `name` is a free one.
-
-    Raises:
-        TypeError: when its row makes no op.
-    """
+    """An op of a class for so many input features; `changed` has arguments of its own."""
     row = EXAMPLES.of(kind)
     known: dict[str, Any] = dict.fromkeys(("features", "in_features", "out_features"), features)
     known |= {"name": name, "device": "meta", **({"rng": rng} if row.make else {})}
@@ -205,7 +198,7 @@ def example_of(
 
 
 def _packed(features: int, smallest: int = 1) -> dict[str, int]:
-    """Heads whose queries, keys and values are of that size, as many of each where that can be, of about 8 features."""
+    """Heads of q, k and v of that size, as many of each where that can be, of about 8 features."""
     dims = [dim for dim in range(smallest, features // 3 + 1) if features % dim == 0]
     if not dims:
         raise ValueError(
@@ -297,11 +290,7 @@ def _heads(part: PatternPart) -> Iterator[Kinds]:
 
 
 def examples(fusion: Fusion, features: int, rng: torch.Generator) -> Iterator[Example]:
-    """Op lists that the fusion's pattern matches, and variants of them with one argument changed.
-
-    Raises:
-        ValueError: when an op cannot be made; the message says which, and what to give instead.
-    """
+    """Op lists that the fusion's pattern matches, and variants with one argument changed."""
     for kinds in expand(fusion.pattern):
         label = ", ".join(kind.__name__ for kind in kinds)
         yield Example(label, tuple(_chain(kinds, features, rng, None)))

@@ -23,11 +23,7 @@ _FEATURES = (48, 17)
 
 
 class FusionCheck:
-    """The verification of one fusion.
-
-    Args:
-        lists: the lists to use instead of those made from the pattern.
-    """
+    """The verification of one fusion, on lists made from its pattern, or on these."""
 
     def __init__(
         self,

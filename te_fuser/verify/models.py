@@ -39,11 +39,7 @@ _INPUT, _PARAMETER, _BUFFER, _GRADIENT = "input", "parameter ", "buffer ", "grad
 
 @dataclass
 class VerifiedCall:
-    """Arguments of a model's call.
-
-    Attributes:
-        inputs: named tensors; `differentiable` are the names of those whose gradient is compared.
-    """
+    """Arguments of a model's call; gradients of `differentiable` ones are compared."""
 
     x: torch.Tensor
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -51,7 +47,7 @@ class VerifiedCall:
     differentiable: frozenset[str] = frozenset()
 
     def to(self, dtype: torch.dtype | None) -> VerifiedCall:
-        """Copy with every floating-point tensor in `dtype`, if one is given; 8 bits stay as they are."""
+        """Copy with every floating-point tensor in `dtype`, if one is given."""
         if dtype is None:
             return self
 
@@ -62,7 +58,7 @@ class VerifiedCall:
 
 
 class Subject:
-    """A model under verification: a copy that runs fused, and one that runs its reference in any dtype."""
+    """A model under verification: a fused copy, and one that runs its reference."""
 
     def __init__(
         self,
@@ -139,11 +135,7 @@ class Subject:
         return any(segment.recorded for plan in plans for segment in plan.segments)
 
     def plan(self, case: Case, call: VerifiedCall) -> Plan:
-        """The plan that the case runs by, of a model without plain modules.
-
-        Raises:
-            ValueError, TypeError: when the model does not take the call.
-        """
+        """The plan that the case runs by, of a model without plain modules."""
         return _Run(self, case, call).plan()
 
 
@@ -323,7 +315,7 @@ class _Run:
         return {name: y.detach() for name, y in outputs.items()} | backward(), backward
 
     def _arriving(self, name: str, y: torch.Tensor) -> torch.Tensor:
-        """The gradient of an output: drawn once, then the same numbers whatever the dtype."""
+        """The gradient of an output, drawn once."""
         key = UPSTREAM + name
         if key not in self.upstream:
             rng = torch.Generator().manual_seed(len(self.upstream) + 7)
@@ -357,11 +349,7 @@ def listed_ops(model: Sequential) -> list[ListedOp]:
 def example_call(
     model: Sequential, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, rng: torch.Generator
 ) -> VerifiedCall:
-    """An input of this shape, every named input that the ops read, and every output they name.
-
-    Raises:
-        ValueError, TypeError: when an op does not take it, or reads something whose shape cannot be known.
-    """
+    """An input of this shape, every named input that the ops read, and every output they name."""
     x = torch.randn(shape, generator=rng, device=rng.device).to(device, dtype)
     inputs: dict[str, torch.Tensor] = {}
     differentiable: set[str] = set()
@@ -410,7 +398,7 @@ def gradient_names(model: Sequential, inputs: Iterable[str]) -> frozenset[str]:
 
 
 def gradients_repeat(model: Sequential, device: torch.device) -> bool:
-    """True where a second backward must give the same bits; attention's libraries on a GPU promise it when asked to."""
+    """True where a second backward gives the same bits; on a GPU attention does when asked to."""
     if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
         return True
     return not any(isinstance(op, DotProductAttention) for op in model.operations())

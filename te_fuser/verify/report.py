@@ -19,7 +19,7 @@ TELL: ContextVar[Callable[[str], object]] = ContextVar("TELL", default=str)  # t
 
 @contextmanager
 def progress(title: str, told: bool = True) -> Iterator[None]:
-    """Inside, stderr shows the case that TELL took last, and how many there were, if it is a terminal."""
+    """Context in which stderr, if a terminal, shows the case that TELL took last, of how many."""
     from rich.console import Console
     from rich.progress import Progress, TextColumn, TimeElapsedColumn
 

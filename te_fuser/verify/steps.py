@@ -89,7 +89,7 @@ def memory_of(t: Any) -> int | None:
 def run_watched(
     fuser: Fuser, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...], said: list[str]
 ) -> Any:
-    """Run the plan for x as `fuser.run` does; promises that are broken, here or in backward, go to `said`."""
+    """Run the plan for x as `fuser.run` does; broken promises, in backward too, go to `said`."""
     known, call = fuser.prepare(x, inputs, outputs)
     plan = fuser.sized(known.plan, call)
 
@@ -112,11 +112,7 @@ _VALUE, _PARAMETER = "value ", "parameter "
 def run_verified(
     fuser: Fuser, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()
 ) -> Any:
-    """Run the plan for x as `fuser.run` does, and check each step against float64, in forward and in backward.
-
-    Raises:
-        VerificationError: naming the step that erred, from this call or from the backward of its result.
-    """
+    """Run the plan for x as `fuser.run` does, and check each step against float64."""
     # What one step alone does not show: bytes of blocks, of a kernel and a product, and parts of sums, likewise.
     with registry.disabled(registry.BY_BLOCKS, registry.PEER_SUMS):
         known, call = fuser.prepare(x, inputs, outputs)
@@ -174,7 +170,7 @@ class _WatchedCall:
                 self.parameters[ref.index] = t
 
     def value(self, index: int) -> torch.Tensor:
-        """A value as it was in forward; where no step made it, since it is another one, from the ops that would."""
+        """A value as it was in forward; where no step made it, from the ops that would."""
         if index not in self.values:
             producer = self.graph.makers[index]
             assert producer is not None
@@ -190,7 +186,7 @@ class _WatchedCall:
         return values
 
     def record(self, nodes: Iterable[Node], stored: Mapping[Ref, torch.Tensor]) -> None:
-        """Keep the values that a forward step made: as stored, or, if they were not, as they are exactly."""
+        """Keep the values that a forward step made, as stored, or exact."""
         nodes = list(nodes)
         with torch.no_grad():
             exact = self.run(nodes, doubled(self.data(nodes)), True)
@@ -300,13 +296,13 @@ class _CheckedRunner:
         return found
 
     def _add(self, found: dict[str, torch.Tensor], ref: Ref, t: torch.Tensor) -> None:
-        """Note a result. The ends of a fork are one value, and how its gradient is shared among them says nothing."""
+        """Note a result. Ends of a fork are one value, whose gradient they share anyhow."""
         whole = ref._replace(index=self.watch.graph.roots[ref.index], term=0) if ref.kind is GRADIENT else ref
         name = self._name(whole)
         found[name] = found[name] + t if name in found else t
 
     def _as_stored(self, ref: Ref, values: Mapping[int, torch.Tensor], exact: bool) -> torch.Tensor:
-        """A value that a step makes: what is stored in 8 bits comes from the reference as wider numbers."""
+        """A value that a step makes; what is stored in 8 bits is of wider numbers."""
         t, graph = values[self.watch.graph.value_of(ref)].detach(), self.watch.graph
         spec = None if exact else ref.spec(graph)
         return _laid_out(ref, t if spec is None or spec.dtype in FLOATING.values() else t.to(spec.dtype))

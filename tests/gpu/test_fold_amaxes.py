@@ -14,7 +14,7 @@ from te_fuser import ops
 from te_fuser.quantization import not_finite, scale_update, states
 from te_fuser.quantization.state import ROLES, blocks
 from te_fuser.recipe import DelayedScaling
-from tests.kernels.test_reductions import folded_wrongly
+from tests.kernels.test_quantizers_amaxes import folded_wrongly
 from tests.quantization.folded import ensure, state_of
 
 GPU = torch.device("cuda", 0)

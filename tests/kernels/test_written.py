@@ -11,8 +11,7 @@ import torch
 from te_fuser.codegen.cuda_source_kernel import TextKernel
 from te_fuser.kernels.attention.lengths import BlankRows
 from te_fuser.kernels.attention.padding import FindTokens
-from te_fuser.kernels.quantizers import QuantizeWeights, Transposed8, measuring_weights
-from te_fuser.kernels.reductions import FoldAmaxes
+from te_fuser.kernels.quantizers import FoldAmaxes, QuantizeWeights, Transposed8, measuring_weights
 from tests.codegen import ptx
 from tests.float8 import E4M3, E5M2, POWERS
 from tests.kernels import packed_cases

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import te_fuser as te
 from te_fuser import ops
-from te_fuser.kernels.reductions import FoldAmaxes
+from te_fuser.kernels.quantizers import FoldAmaxes
 from te_fuser.quantization import not_finite, scale_update, states
 from te_fuser.quantization.scale_update import update
 from te_fuser.quantization.state import SCALED, blocks

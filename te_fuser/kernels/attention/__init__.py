@@ -6,7 +6,7 @@ The kernels take heads [batch, heads, positions, head_dim] by strides, so packed
 they lie. A provider says what it can do (`conditions`) and which operators it calls (`schemas`, as it was written for
 them); `reason_not(problem)` is why it cannot compute a problem.
 
-What decides is in `problem.py`, how a kernel is called in `provider.py` and `views.py`; each library has a file.
+What decides is in `problem.py`, how a kernel is called in `provider.py` and `qkv_views.py`; each library has a file.
 """
 
 from __future__ import annotations

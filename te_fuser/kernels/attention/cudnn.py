@@ -128,7 +128,7 @@ _NO_DROPOUT_APART = needs(
 
 
 class CudaCudnnFrontend(CudnnProvider):
-    """cuDNN's attention, whose backward stores the gradients of queries, keys and values where they lie packed."""
+    """cuDNN's attention, whose backward stores packed gradients."""
 
     name = "cuda_cudnn_frontend"
     packs = True
@@ -153,7 +153,7 @@ class CudaCudnnFrontend(CudnnProvider):
     )
 
     def reason_not(self, problem: AttentionProblem) -> str | None:
-        """Reason against the problem; cuDNN itself is asked of a GPU at hand that is to run the backward."""
+        """Reason against the problem; of a backward cuDNN is asked on a GPU at hand."""
         reason, p = super().reason_not(problem), problem
         device = p.at_hand if p.settings.beyond else p.backward_on
         if reason is not None or device is None or not p.samples * p.positions * p.key_positions:
@@ -168,7 +168,7 @@ class CudaCudnnFrontend(CudnnProvider):
     def backward(
         self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor, blank: Blank | None = blank_by_torch
     ) -> Saved:
-        """The gradients by input, of packed heads in one pass; RuntimeError where cuDNN takes no such problem."""
+        """The gradients by input, of packed heads in one pass."""
         if settings.beyond:
             return super().backward(settings, tensors, dy, blank)
         x, y, *saved = (tensors[name] for name in ("input", "output", *self.emits))

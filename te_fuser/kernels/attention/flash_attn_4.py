@@ -75,7 +75,7 @@ class CudaFlashAttn4(CudaProvider):
     )
 
     def reason_not(self, problem: AttentionProblem) -> str | None:
-        """Reason against the problem; on a machine with a GPU the package is imported to find it."""
+        """Reason against the problem; with a GPU the package is imported to find it."""
         reason = super().reason_not(problem)
         return flash_attn_4.unusable() if reason is None and torch.cuda.is_available() else reason
 
@@ -126,7 +126,7 @@ def _choices(settings: AttentionSettings) -> Choices:
 
 
 def _others(call: HeadsCall, sides: Sides | None, tensors: Tensors) -> dict[str, torch.Tensor]:
-    """Offsets and lengths, those of keys that are not apart being the queries', and logits beside the scores [H]."""
+    """Offsets and lengths, and logits beside the scores [H]."""
     if sides is None:
         return {}
     queries, keys = sides.clamped()

@@ -38,7 +38,7 @@ class Side:
     lengths: torch.Tensor | None = None
 
     def room(self, like: torch.Tensor) -> torch.Tensor:
-        """Count of rows of each sequence with what is behind it, [N]; `like` is any int32 [N]."""
+        """Rows of each sequence with what is behind it, [N]; `like` is any int32 [N]."""
         return torch.full_like(like, self.positions) if self.offsets is None else self.offsets.diff()
 
     def wrong(self, like: torch.Tensor, longest: int | None) -> torch.Tensor:
@@ -81,7 +81,7 @@ class Blanks:
 
     @property
     def counts(self) -> torch.Tensor | None:
-        """Any tensor that has a number for each sequence, [N]; None where nothing is said."""
+        """Any tensor that has a number for each sequence, [N]."""
         found = (t if place % 2 or t is None else t[1:] for place, t in enumerate(self.given))
         return next((t for t in found if t is not None), None)
 
@@ -108,7 +108,7 @@ def blank_by_torch(x: torch.Tensor, blanks: Blanks) -> None:
 
 
 def blank_by_kernel(x: torch.Tensor, blanks: Blanks) -> None:
-    """Rows of x [S, B, F], [B, S, F] or [T, F], contiguous on a GPU, in one launch; plans compile the kernel."""
+    """Blank x [S, B, F], [B, S, F] or [T, F] in one launch; plans compile the kernel."""
     like, own, other = blanks.counts, blanks.own, blanks.other or Side(1)
     if like is None or not x.numel():
         return
@@ -141,7 +141,6 @@ class BlankRows(TextKernel[_native.CudaKernel]):
         return [nan, f"constexpr int kThreads = {_THREADS}, kRows = {_ROWS};"]
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
-        """The kernel as the native runtime takes it."""
         tensors = [("int32", 4)] * 4 + [(_DTYPES[self.dtype][0], _ACCESS)]
         return over_rows(self.name, cubin, tensors, 4, 6, _THREADS, _ROWS, blocks=_BLOCKS)
 
@@ -160,7 +159,7 @@ def window_of(mask: AttentionMask) -> tuple[int, int]:
 
 
 def counts_from_the_end(p: AttentionProblem) -> str | None:
-    """Reason against a kernel that aligns the last query with the last key; None where it hides the same keys."""
+    """Reason against a kernel that aligns the last query and key, where it hides others."""
     mask = p.settings.mask
     if not mask.is_banded or mask.corner == "bottom_right" or not isinstance(p.settings.heads, ApartHeads):
         return None
@@ -171,10 +170,7 @@ def counts_from_the_end(p: AttentionProblem) -> str | None:
 
 @dataclass(frozen=True)
 class Sides:
-    """Sequences of queries and of keys, as a call says; `keys` is None where heads are packed.
-
-    The kernels take `clamped` numbers: none is beyond the memory of heads, whatever a call says.
-    """
+    """Sequences of queries and of keys (None: packed); kernels take `clamped` ones."""
 
     queries: Side
     keys: Side | None
@@ -201,10 +197,7 @@ class Sides:
         return queries, queries if self.keys is None else _clamped(self.keys)
 
     def blank(self, by_input: Mapping[str, torch.Tensor], blank: Blank | None) -> None:
-        """Make what no kernel writes, or has wrong, zero and NaN, in tensors by the input whose positions they have.
-
-        None: nobody reads that.
-        """
+        """Make rows that no kernel writes zero and NaN, in tensors by input."""
         if blank is None:
             return
         for name, tensor in by_input.items():
@@ -243,7 +236,7 @@ class Slots:
 
     @classmethod
     def of(cls, call: HeadsCall, sides: Sides, all_rows: bool = True) -> Slots | None:
-        """Slots of a call; None where all samples are whole. `all_rows`: also of what is behind the last sequence."""
+        """Slots of a call, if samples are not whole; `all_rows`: behind the last, too."""
         mask, (q, k, _) = call.settings.mask, call.heads
         if not mask.counts:
             return None
@@ -258,7 +251,7 @@ class Slots:
 
 
 def _slotted(side: Side, heads: torch.Tensor, mask: AttentionMask, longest: int, tails: int) -> Slotted:
-    """The slots of a side, of heads [B, H, S, D], which are one sample where there are offsets."""
+    """The slots of a side, of heads [B, H, S, D], of one sample where there are offsets."""
     begin = side.offsets
     if begin is None:
         begin = torch.arange(heads.shape[0] + 1, dtype=torch.int32, device=heads.device) * side.positions

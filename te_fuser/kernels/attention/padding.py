@@ -51,7 +51,7 @@ class CompactByTorch:
 
     @staticmethod
     def find(hidden: torch.Tensor | None, key_hidden: torch.Tensor | None, positions: int, keys: int | None) -> Found:
-        """The tokens of queries and of keys, by masks [B, 1, 1, S] and [B, 1, 1, K]; of packed heads `keys` is None."""
+        """Tokens of queries and keys, by masks [B, 1, 1, S] and [B, 1, 1, K]."""
         sides = [(hidden, positions)] + ([] if keys is None else [(key_hidden, keys)])
         some = hidden if hidden is not None else key_hidden
         assert some is not None
@@ -75,7 +75,7 @@ class CompactByTorch:
 
     @staticmethod
     def back(rows: torch.Tensor, tokens: Tokens, x: torch.Tensor) -> None:
-        """Rows [T, G * P] of such tokens to where they stand in x [B, S, G, P], whose pieces P may lie apart."""
+        """Rows [T, G * P] of such tokens to their places in x [B, S, G, P]."""
         all_and_one = torch.cat((x.flatten(2).flatten(0, 1), rows[:1]))
         x.copy_(all_and_one.index_copy(0, _rows_of(tokens), rows)[:-1].view(x.shape))
 
@@ -164,7 +164,6 @@ class FindTokens(_RowKernel):
     name: ClassVar[str] = "find_tokens"
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
-        """The kernel as the native runtime takes it."""
         tensors = [("bool", 1)] * 2 + [("int32", 4)] * 3
         return over_rows(self.name, cubin, tensors, 2, 3, _THREADS, blocks=_BLOCKS)
 
@@ -177,7 +176,6 @@ class MoveRows(_RowKernel):
     name: ClassVar[str] = "move_rows"
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
-        """The kernel as the native runtime takes it."""
         tensors = [("int32", 4)] * 2 + [(_DTYPES[self.dtype], _ACCESS)] * 2
         return over_rows(self.name, cubin, tensors, 3, 8, _THREADS, blocks=_BLOCKS)
 
@@ -189,7 +187,7 @@ _MOVED = f"{PADDED} is told by moving tokens together, "
 
 
 def why_not_moved(settings: AttentionSettings) -> str | None:
-    """Reason for which padding cannot be expressed by lengths and offsets; None when it can."""
+    """Reason why padding cannot be expressed by lengths and offsets."""
     mask, apart = settings.mask, isinstance(settings.heads, ApartHeads)
     alike = not apart or mask.padding == mask.key_padding  # then there are as many keys as queries
     if mask.counts:
@@ -203,7 +201,7 @@ def why_not_moved(settings: AttentionSettings) -> str | None:
 
 
 def reason_not(provider: Provider, problem: AttentionProblem) -> str | None:
-    """Reason for which a provider told the structure cannot compute a problem with padding; None when it can."""
+    """Reason why a provider told the structure cannot compute a problem with padding."""
     reason = why_not_moved(problem.settings)
     if reason is not None:
         return reason
@@ -281,7 +279,7 @@ class Padded:
 
 @dataclass(frozen=True)
 class _PaddedCalls:
-    """Pair of calls: by lengths of the tensors `front`, and by offsets of those that are moved."""
+    """Pair of calls: by lengths of the tensors `front`, and by offsets of moved ones."""
 
     by_lengths: AttentionSettings
     by_offsets: AttentionSettings
@@ -318,7 +316,7 @@ class _PaddedCalls:
         self.rows.back(rows, self._tokens(name), self._by_sample(to)[:, :, None])
 
     def back_heads(self, parts: Gradients, to: Gradients) -> None:
-        """Heads of tokens q [1, H, T, D], k and v [1, G, T, D] to where those of queries and of keys stand."""
+        """Put heads of tokens q [1, H, T, D], k and v [1, G, T, D] where queries and keys stand."""
         names = ("input", "key", "value")
         for name, part, heads in zip(names, parts, to, strict=True):
             apart = heads if heads.dim() == 5 else heads[:, :, None]  # [B, G, R, S, D]
@@ -334,7 +332,7 @@ class _PaddedCalls:
 
 
 def _pair(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """[2, ..]; of seeds, which PyTorch does not put together, as whole numbers with a sign."""
+    """[2, ..]; of seeds, which PyTorch does not put together, as signed numbers."""
     if one.dtype == torch.uint64:
         return torch.stack((one.view(torch.int64), other.view(torch.int64))).view(torch.uint64)
     return torch.stack((one, other.view(one.shape)))

@@ -52,10 +52,7 @@ class AttentionProblem:
         needs_grad: bool = False,
         keys: int | None = None,
     ) -> AttentionProblem:
-        """The problem of packed heads x on the device that they are on, under PyTorch's switches as they are now.
-
-        `capability` is that of a GPU which is not at hand; it is then taken to have a recent cuDNN.
-        """
+        """The problem of packed heads x now, on their device or a GPU of that capability."""
         samples, positions = settings.heads.lengths(x.shape if len(x.shape) == 3 else (1, *x.shape))
         on_cuda = x.device.type == "cuda"
         at_hand = on_cuda and capability is None
@@ -128,7 +125,7 @@ def switched_on(name: str) -> Condition:
 
 
 def cuda_kernel(name: str, major: int, *dtypes: torch.dtype) -> tuple[Condition, ...]:
-    """Conditions of a CUDA kernel that PyTorch has a switch for: the GPU, the switch, dtypes, `major`.0."""
+    """Conditions of a CUDA kernel of PyTorch: the GPU, the switch, dtypes, `major`.0."""
     return runs_on("cuda"), switched_on(name), takes(*dtypes), capability(major)
 
 

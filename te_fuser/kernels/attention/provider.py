@@ -85,7 +85,7 @@ class Provider:
         return f"<attention provider {self.name}>"
 
     def reason_not(self, problem: AttentionProblem) -> str | None:
-        """Reason for which this provider cannot compute the problem; None when it can."""
+        """Reason why this provider cannot compute the problem."""
         if self._unavailable is not None:
             return self._unavailable
         asked = [words for words in problem.settings.beyond if words not in self.beyond]
@@ -137,20 +137,20 @@ class Provider:
         return found
 
     def tells(self, settings: AttentionSettings) -> bool:
-        """True where `_run_told` calls the kernel: it is told what structure hides, or where gradients are stored."""
+        """True where `_run_told` calls the kernel."""
         return False
 
     def gradients_apart(
         self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor
     ) -> tuple[Gradients, Callable[..., Gradients]]:
-        """Kernel's three gradients of packed heads, and the views that group them for `packed_heads.Packing`."""
+        """Gradients of packed heads, and the views that group them."""
         call = PackedCall.of(settings, tensors, self._readable)
         if call.is_empty:
             return settings.packed.split(call.zeros()["input"]), lambda *parts: parts
         return self._gradients(call, tensors, dy), call.views.grouped
 
     def gradients_of_rows(self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor) -> Gradients:
-        """The gradients of heads q [B, H, S, D], k and v [B, G, K, D], of one that is told offsets and packs none."""
+        """Gradients of heads q [B, H, S, D], k and v [B, G, K, D], of one that is told offsets."""
         raise NotImplementedError
 
     def nothing(self, call: HeadsCall) -> tuple[torch.Tensor, Saved]:
@@ -193,9 +193,7 @@ class Provider:
     ) -> tuple[torch.Tensor, Saved]:
         """The op's output and what the kernel gives for backward.
 
-        Args:
-            sides: where sequences lie; None where packed heads are all that there is.
-            all_rows: whether anyone reads rows of no sequence.
+        `sides` is None where packed heads are all that there is; `all_rows`: somebody reads rows of no sequence.
         """
         raise NotImplementedError
 
@@ -227,13 +225,13 @@ def operator_of(schema: str) -> Any:
 
 
 def function_of(schema: str) -> Any:
-    """The function that torch itself has for the operator, which is the shortest way, else the operator."""
+    """Torch's own function for the operator, which is the shortest way, else the operator."""
     name = schema.removeprefix("aten::").partition("(")[0]
     return getattr(torch, name, None) or operator_of(schema)
 
 
 def why_no_operator(schema: str) -> str | None:
-    """Reason for which this torch has no operator that can be called by that schema, or None."""
+    """Reason why this torch has no operator that can be called by that schema."""
     operator, name = operator_of(schema), schema.partition("(")[0]
     if operator is None:
         return f"torch {torch.__version__} has no {name}"
@@ -243,7 +241,7 @@ def why_no_operator(schema: str) -> str | None:
 
 
 def fits(found: Any, known: Any) -> bool:
-    """True where a call written for the schema `known` means the same under `found`; new arguments have defaults."""
+    """True where a call for the schema `known` means the same under `found`, with defaults."""
 
     def described(arguments: Any) -> list[tuple[str, str, bool]]:
         return [(a.name, str(a.type), a.kwarg_only) for a in arguments]
@@ -296,7 +294,7 @@ class CudaProvider(Provider):
         return hidden.all(-1, keepdim=True)
 
     def _saved(self, logsumexp: torch.Tensor, seed: torch.Tensor | None, offset: torch.Tensor | None) -> Saved:
-        """Tensors that an operator returned for backward; an empty one for nothing, so that there is one to keep."""
+        """Tensors that an operator returned for backward, empty ones for nothing."""
         returned = (logsumexp, seed, offset)
         kept = (logsumexp.new_empty(0) if tensor is None else tensor for tensor in returned)
         return dict(zip(self.emits, kept, strict=True))

@@ -230,7 +230,7 @@ def _by_head(made: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 class CudaEfficient(CudaProvider):
-    """The memory-efficient attention of xFormers, as PyTorch builds it: any mask, float32 too, no grouped heads."""
+    """xFormers' memory-efficient attention, as PyTorch builds it."""
 
     name = "cuda_efficient"
     schemas = (

@@ -47,11 +47,7 @@ def has_one_stride(settings: AttentionSettings, samples: int) -> bool:
 
 
 def packed_forms(settings: AttentionSettings, samples: int, positions: int) -> tuple[HeadsForm, HeadsForm, HeadsForm]:
-    """Forms of q [b, h, S, D], k and v [b, g, S, D] in a contiguous packed tensor.
-
-    Raises:
-        RuntimeError: for query heads of groups that have no common stride.
-    """
+    """Forms of q [b, h, S, D], k and v [b, g, S, D] in a contiguous packed tensor."""
     heads = settings.packed
     b, h, g = lead(settings, samples)
     packed = torch.empty(*heads.leading(samples, positions), heads.features, device="meta")
@@ -71,7 +67,7 @@ def output_form(settings: AttentionSettings, samples: int, positions: int) -> He
 
 
 def lying(tensor: torch.Tensor, form: HeadsForm) -> torch.Tensor:
-    """The heads that lie so in a contiguous tensor: one view, where a way by its dimensions takes several."""
+    """The heads that lie so in a contiguous tensor, by one view."""
     sizes, strides, offset = form
     return tensor.as_strided(sizes, strides, tensor.storage_offset() + offset)
 
@@ -82,7 +78,7 @@ def _form(t: torch.Tensor) -> HeadsForm:
 
 @dataclass(frozen=True)
 class Views:
-    """The way between packed tensors and a kernel's [b, h, S, D]; `views_of` has those of sizes that came before."""
+    """The way between packed tensors and a kernel's [b, h, S, D]."""
 
     settings: AttentionSettings
     samples: int
@@ -95,7 +91,7 @@ class Views:
 
     @functools.cached_property
     def packed(self) -> tuple[HeadsForm, HeadsForm, HeadsForm]:
-        """Forms of queries, keys and values in a contiguous packed tensor; RuntimeError as `packed_forms`."""
+        """Forms of queries, keys and values in a contiguous packed tensor."""
         return packed_forms(self.settings, self.samples, self.positions)
 
     @functools.cached_property
@@ -119,7 +115,7 @@ class Views:
         return has_one_stride(self.settings, self.samples)
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q [b, h, S, D], k and v [b, g, S, D]; views, except for query heads of groups that have no common stride."""
+        """q [b, h, S, D], k and v [b, g, S, D]; copies of query heads without a common stride."""
         if self._one_stride and qkv.is_contiguous():
             return self.within(qkv)
         q, k, v = self.settings.packed.split(qkv)
@@ -127,7 +123,7 @@ class Views:
         return q.reshape(b, h, *q.shape[3:]), k.reshape(b, g, *k.shape[2:]), v.reshape(b, g, *v.shape[2:])
 
     def within(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Heads of a contiguous tensor, as views in which a kernel can store; RuntimeError as `packed_forms`."""
+        """Heads of a contiguous tensor, as views in which a kernel can store."""
         q, k, v = self.packed
         return lying(qkv, q), lying(qkv, k), lying(qkv, v)
 
@@ -143,12 +139,12 @@ class Views:
         return self.settings.heads.merge_output(self._grouped(out, self.settings.heads.per_group))
 
     def grouped(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Gradients:
-        """The kernel's [b, h, S, D] as queries [B, G, R, S, D], keys and values [B, G, S, D]; views."""
+        """Queries [B, G, R, S, D], keys and values [B, G, S, D]; views."""
         dq = self._grouped(dq, self.settings.heads.per_group)
         return dq, self._grouped(dk, 1).squeeze(2), self._grouped(dv, 1).squeeze(2)
 
     def pack(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The gradient of the packed input: one concatenation where all three lie in its order, else three copies."""
+        """Gradient of the packed input: one concatenation in order, else three copies."""
         heads = self.settings.packed
         parts = [part.permute(self.order) for part in (dq, dk.unsqueeze(2), dv.unsqueeze(2))]
         if dq.dtype != dtype or not all(part.is_contiguous() for part in parts):
@@ -169,7 +165,7 @@ def views_of(settings: AttentionSettings, shape: torch.Size) -> Views:
 
 @record(eq=False)  # made in each call
 class AttentionInputs:
-    """Inputs of a kernel: q [b, h, S, D], k and v [b, g, K, D], and what it adds to the scores, if anything."""
+    """Inputs of a kernel: q [b, h, S, D], k and v [b, g, K, D], and what is added to the scores."""
 
     settings: AttentionSettings
     q: torch.Tensor
@@ -195,7 +191,7 @@ Readable = Callable[[torch.Tensor], torch.Tensor]
 
 @record(eq=False)  # made in each call
 class HeadsCall:
-    """A call: what is computed, its inputs by name, and their heads q [B, H, S, D], k [B, G, K, D], v [B, G, K, E]."""
+    """A call: inputs by name, and their heads q [B, H, S, D], k [B, G, K, D], v [B, G, K, E]."""
 
     settings: AttentionSettings
     inputs: Mapping[str, torch.Tensor]
@@ -203,7 +199,7 @@ class HeadsCall:
 
     @classmethod
     def of(cls, settings: AttentionSettings, tensors: Tensors, readable: Readable = lambda x: x) -> HeadsCall:
-        """The call of these tensors; `readable` makes what heads lie in as a kernel can read it."""
+        """The call of these tensors, `readable` for a kernel."""
         inputs = {}
         for name in inputs_of(settings.heads):
             tensor = tensors[name]
@@ -234,8 +230,7 @@ class HeadsCall:
     def hidden(self, tensors: Tensors, beside: bool) -> tuple[torch.Tensor | None, bool]:
         """Mask of what the kernel has to hide, [B or 1, H or 1, S or 1, K or 1], and whether it hides later positions.
 
-        Args:
-            beside: whether the kernel hides later positions of packed heads beside a given mask.
+        `beside`: it does so for packed heads beside a given mask.
         """
         q, k, _ = self.heads
         if self.settings.is_causal:
@@ -278,7 +273,7 @@ class HeadsCall:
 
 @record(eq=False)  # made in each call
 class PackedCall(HeadsCall):
-    """Call of packed heads that no structure hides; samples and heads are a kernel's as `lead` says."""
+    """Call of packed heads that no structure hides, in a kernel's order as `lead` says."""
 
     views: Views
 

@@ -53,12 +53,12 @@ def obstacle() -> str | None:
 def refusal(
     kind: str, dtype: torch.dtype, m: int, n: int, k: int, device: torch.device, out_dtype: torch.dtype | None = None
 ) -> str | None:
-    """Reason against the product of that kind in these sizes on this device, or None; KeyError for no such kind."""
+    """Reason against the product of that kind in these sizes on this device."""
     return refusal_of(form_of(kind, dtype, out_dtype or dtype), (m, n, k), device)
 
 
 def refusal_of(form: ProductForm, sizes: tuple[int, int, int], device: torch.device) -> str | None:
-    """Reason for which cuBLASLt cannot run a product of sizes (m, n, k) on a device; None if it can."""
+    """Reason why cuBLASLt cannot run a product of sizes (m, n, k) on a device."""
     why = obstacle()
     if why is not None:
         return why
@@ -94,7 +94,7 @@ KINDS: dict[str, Options] = {
 
 
 def product_sizes(kind: str, rows: int, n_in: int, n_out: int) -> tuple[int, int, int]:
-    """(m, n, k) of a kind of product, out[m, n] = a[m, k] b[k, n], for a weight [n_out, n_in] and so many rows."""
+    """(m, n, k) of out[m, n] = a[m, k] b[k, n] for a weight [n_out, n_in] and so many rows."""
     options = KINDS[kind]
     if options.get("transpose_a"):
         return n_out, n_in, rows
@@ -103,12 +103,7 @@ def product_sizes(kind: str, rows: int, n_in: int, n_out: int) -> tuple[int, int
 
 @functools.cache
 def configured(kind: str, dtype: torch.dtype, out_dtype: torch.dtype) -> _native.CudaMatmul:
-    """The native product of that kind; one for the process, which knows every problem that it met.
-
-    Raises:
-        KeyError: when there is no such kind.
-        TypeError: for a dtype that cuBLASLt does not take here.
-    """
+    """The process's native product of that kind, which knows every problem that it met."""
     form = form_of(kind, dtype, out_dtype)
     for given in (dtype, out_dtype):
         if given not in DTYPES:
@@ -117,7 +112,7 @@ def configured(kind: str, dtype: torch.dtype, out_dtype: torch.dtype) -> _native
 
 
 def form_of(kind: str, dtype: torch.dtype, out_dtype: torch.dtype) -> ProductForm:
-    """Configuration of the product of that kind; KeyError when there is no such kind."""
+    """Configuration of the product of that kind."""
     return ProductForm(kind, dtype, dtype, out_dtype, **KINDS[kind])  # type: ignore[arg-type]
 
 
@@ -126,11 +121,7 @@ in_use: dict[ProductForm, _native.CudaMatmul] = {}  # what this process has conf
 
 @functools.cache
 def product_of(form: ProductForm) -> _native.CudaMatmul:
-    """The native product of a form, one for the process: it runs by what was measured, and `tune` finds it.
-
-    Raises:
-        ValueError: for what does not go together.
-    """
+    """The process's native product of a form, which runs by what was measured."""
     in_use[form] = _native.CudaMatmul(
         f"matmul_{form.kind}",
         text_of(form.dtype),
@@ -150,7 +141,7 @@ def product_of(form: ProductForm) -> _native.CudaMatmul:
 
 
 def algorithms_of(form: ProductForm, sizes: tuple[int, int, int]) -> str:
-    """Algorithms of a product in the sizes (m, n, k), as far as such a problem is known; planned ones are."""
+    """Algorithms of a product in the sizes (m, n, k), where known or planned."""
     known = in_use[form].problems() if form in in_use else ()
     met = [ProductProblem(*p) for p in known if p[1:4] == sizes]
     found = {str(f) for p in met if (f := found_for(form, p)) is not None}
@@ -158,7 +149,7 @@ def algorithms_of(form: ProductForm, sizes: tuple[int, int, int]) -> str:
 
 
 def _write_empty(form: ProductForm, a: torch.Tensor, b: torch.Tensor, *others: torch.Tensor) -> None:
-    """Write the result of a product over nothing: the addend and the bias alone, sums of zeros."""
+    """Write a product's result over nothing: the addend and the bias, sums of zeros."""
     out, *given = others[2:] if form.in_8_bits else others  # behind both scales
     if form.add == "none":
         out.zero_()
@@ -178,12 +169,12 @@ def _write_empty(form: ProductForm, a: torch.Tensor, b: torch.Tensor, *others: t
 
 
 def multiply(kind: str, a: torch.Tensor, *others: torch.Tensor) -> Any:
-    """The product of that kind, in the dtype of `a`, of the tensors that it reads: one tensor, or a tuple of them."""
+    """The product of that kind, in the dtype of `a`: one tensor, or a tuple of them."""
     return configured(kind, a.dtype, a.dtype).make(a, *others)
 
 
 def put_weight_gradient(dy: torch.Tensor, x: torch.Tensor, onto: torch.Tensor, add: bool = True) -> None:
-    """onto += dy^T x in place, or onto = dy^T x; `onto` is [O, I], in the dtype of dy or float32."""
+    """onto += dy^T x in place, or onto = dy^T x; `onto` is [O, I], as dy or float32."""
     configured("wgrad_onto" if add else "wgrad", dy.dtype, onto.dtype)((dy, x, onto))
     torch.autograd.graph.increment_version(onto)
 
@@ -212,36 +203,23 @@ def form_of_8(
     """A product of that kind as it is configured.
 
     Args:
-        a, b, out: dtypes of the factors and of the result.
         fast: sums in fewer bits than float32 has, as forward may have them.
         transposes: whether a comes as [k, m], and b as [n, k].
         scales: of a and b, as the native type has them.
-
-    Raises:
-        KeyError: when there is no such kind.
     """
     name = "quantized" + ("" if kind == "plain" else f"_{kind}")
     return ProductForm(name, a, b, out, *transposes, *KINDS_8[kind], fast, *scales)
 
 
 def takes_any_layout(device: torch.device, capability: tuple[int, int] | None = None) -> bool:
-    """True where a device's products of 8 bits take factors as they lie, and not along what is summed alone.
-
-    Args:
-        capability: the compute capability of a GPU that is not at hand.
-    """
+    """True where products of 8 bits take factors as they lie, not along the sum alone."""
     if device.type != "cuda":
         return False
     return (capability or torch.cuda.get_device_capability(device))[0] == _ANY_LAYOUT
 
 
 def obstacle_on(device: torch.device, capability: tuple[int, int] | None = None, scales: str = "tensor") -> str | None:
-    """Reason for which a device has no products of 8 bits, in words; None where it has.
-
-    Args:
-        capability: the compute capability of a GPU that is not at hand.
-        scales: what has one scale: a "tensor", a "block" of 128 numbers, or one of 32, "mx".
-    """
+    """Reason why a device has no products of 8 bits with such `Recipe.scales`."""
     if device.type != "cuda":
         return f"cuBLASLt runs on cuda, the input is on {device.type}"
     at_hand = capability is None
@@ -263,11 +241,7 @@ def obstacle_on(device: torch.device, capability: tuple[int, int] | None = None,
 
 
 def check_machine(device: torch.device, scales: str = "tensor") -> None:
-    """Refuse FP8 on a GPU that would emulate it, unless `te_fuser.config.emulate_fp8` says that it may.
-
-    Raises:
-        RuntimeError: with why it has no products of 8 bits, and what to do.
-    """
+    """Refuse FP8 on a GPU that would emulate it, unless the config says so."""
     if device.type != "cuda" or config.emulate_fp8:
         return
     why = obstacle_on(device, scales=scales)
@@ -279,7 +253,7 @@ def check_machine(device: torch.device, scales: str = "tensor") -> None:
 
 
 def emulated_on(device: torch.device, capability: tuple[int, int] | None, scales: str) -> str:
-    """Way in which a device runs products that it has none for, in words: "", where it has such products."""
+    """Words on how a device emulates products; "" where it has them."""
     if device.type != "cuda":
         return f", emulated on {device.type}: multiplied in float32"
     why = obstacle_on(device, capability, scales)

@@ -42,7 +42,7 @@ class ProductForm:
 
     @property
     def by_rows(self) -> bool:
-        """True where each row of what it gives depends on that row of its first factor, and on no other."""
+        """True where each row of the result depends on no other row of the first factor."""
         return not self.transpose_a and self.scales_a == "one" and not self.epilogue.endswith("bgrad")
 
     def giving(self, dtype: torch.dtype) -> ProductForm:
@@ -50,7 +50,7 @@ class ProductForm:
         return self if dtype == self.out_dtype else replace(self, out_dtype=dtype)
 
     def __str__(self) -> str:
-        """All that tells it from others, as reports have it and files: the kind says what is not written."""
+        """Text that tells it from others, for reports and files."""
         if not self.in_8_bits:
             return f"{self.kind} {' to '.join(dict.fromkeys(map(text_of, (self.dtype, self.out_dtype))))}"
         lying = {(False, True): "", (False, False): " by rows", (True, False): " by rows of both"}
@@ -100,7 +100,7 @@ class ProductProblem(NamedTuple):
 
 @dataclass(frozen=True)
 class TunedAlgorithm:
-    """Entry of a problem: the algorithm and its place among the library's candidates, or why it was dropped."""
+    """Entry of a problem: the algorithm, or why it was dropped."""
 
     algorithm: bytes = b""
     candidate: int = 0
@@ -126,16 +126,12 @@ class TunedProducts(EntryFile):
         return None
 
     def put(self, key: str, algorithm: bytes, candidate: int, ratio: float) -> None:
-        """Keep the algorithm of a problem, and the time of the model with it over that without.
-
-        Raises:
-            OSError: when the file cannot be written.
-        """
+        """Keep the algorithm of a problem, and the gain in the model's time."""
         found = {"algorithm": algorithm.hex(), "candidate": candidate, "ratio": ratio}
         self.change(lambda entries: entries.update({key: found}))
 
     def drop(self, key: str, why: str) -> None:
-        """Keep why the algorithm of a problem is not taken any more. OSError when the file cannot be written."""
+        """Keep why the algorithm of a problem is not taken any more."""
         self.change(lambda entries: entries.setdefault(key, {"candidate": 0}).update(dropped=why))
 
     def forget(self, key: str) -> None:
@@ -160,7 +156,7 @@ def found_for(form: ProductForm, problem: ProductProblem) -> TunedAlgorithm | No
 
 
 def algorithm_of(form: ProductForm, problem: tuple[int, ...]) -> bytes | None:
-    """The algorithm to run a problem by, when it is first met; None: the library's first guess."""
+    """The algorithm to run a problem by; None: the library's first guess."""
     found = found_for(form, ProductProblem(*problem))
     return found.algorithm if found is not None and not found.dropped else None
 

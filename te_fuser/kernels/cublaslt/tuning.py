@@ -24,7 +24,7 @@ _ALIGNMENT = 256
 
 
 class PlacedProduct:
-    """A problem that a model has, with the algorithms that solve it, the library's first guess first."""
+    """A problem that a model has, with its algorithms, the library's first guess first."""
 
     def __init__(self, form: ProductForm, product: _native.CudaMatmul, problem: ProductProblem) -> None:
         self.form, self.product, self.problem = form, product, problem
@@ -52,14 +52,7 @@ def tune_products(
     reason_not: ReasonNot = lambda within: "",
     deciding: Deciding = Deciding(),  # noqa: B008 - frozen
 ) -> list[Trial]:
-    """Tune every product that a call runs, if any; what is taken runs from now on, and stays on disk.
-
-    Args:
-        call: the model as it is to be fast.
-        margin: the share of the model's time that a choice must gain.
-        reason_not: tells wrong algorithms from right ones.
-        deciding: who says which of them are worth trying.
-    """
+    """Tune every product that a call runs, as `Library.tune`."""
     places = places_of(call)
     first = dict.fromkeys(places, 0)
     chosen, trials = dict(first), list[Trial]()
@@ -108,10 +101,7 @@ def _tune_place(
     margin: float,
     reason_not: ReasonNot,
 ) -> Iterator[Trial]:
-    """Try the candidates of one place against the best choices so far, which take in what gains.
-
-    They are numbered from 2 on; 1 is the first guess.
-    """
+    """Try a place's candidates, from number 2 on, beside the best choices."""
     ratios: dict[int, float] = {}
     wrong: dict[int, str] = {}
     for candidate in worth_trying:
@@ -159,7 +149,7 @@ def _take(choice: _Chosen) -> None:
 
 
 def _keep(chosen: _Chosen) -> None:
-    """Put what was chosen on disk, and forget what an earlier tuning chose and this one did not."""
+    """Put what was chosen on disk, and forget what an earlier tuning chose."""
     for place, candidate in chosen.items():
         store, key = store_on(place.problem.device), place.problem.key(place.form)
         if store is None:
@@ -193,7 +183,7 @@ def _seconds_of(place: PlacedProduct) -> list[float]:
 def example(
     product: _native.CudaMatmul, form: ProductForm, problem: ProductProblem, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
-    """Tensors that give a product just this problem: random numbers in its sizes, strides and alignments."""
+    """Tensors that give a product just this problem, of random numbers."""
     return tuple(_tensor(role, form, problem, device) for role in product.arguments)
 
 
@@ -225,7 +215,7 @@ def _scales(lie: str, rows: int, k: int) -> int:
 def _matrix(
     rows: int, columns: int, stride: int, flipped: bool, alignment: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Random numbers whose rows (columns, if flipped) are `stride` apart, at an address that is aligned just so."""
+    """Random numbers whose rows (columns, if flipped) are `stride` apart, at such an address."""
     long, short = (columns, rows) if flipped else (rows, columns)
     spare = 2 * _ALIGNMENT // dtype.itemsize
     flat = torch.randn((long - 1) * stride + short + spare, device=device).to(dtype)

@@ -36,7 +36,7 @@ G = TypeVar("G", bound="CudnnGraph")
 
 
 def unusable(cudnn_version: int) -> str | None:
-    """Reason for which the front end cannot use PyTorch's loaded cuDNN, of that version; None when it can."""
+    """Reason why the front end cannot use PyTorch's loaded cuDNN, of that version."""
     found = _version_in_use()
     if isinstance(found, str):
         return found
@@ -47,7 +47,7 @@ def unusable(cudnn_version: int) -> str | None:
 
 @functools.cache
 def _version_in_use() -> int | str:
-    """The cuDNN that the front end has loaded, or why there is none; asked once, since a failed import is repeated."""
+    """The cuDNN that the front end has loaded, or why there is none."""
     try:
         return int(_package().backend_version())
     except Exception as error:  # whatever an import of it may raise
@@ -56,13 +56,7 @@ def _version_in_use() -> int | str:
 
 @dataclass(frozen=True)
 class AttentionBackward:
-    """Problem of a graph of backward on packed heads.
-
-    Attributes:
-        q, k, v: where the heads lie in the packed input, and their gradients in its gradient.
-        out: where they lie in the output and in its gradient.
-        device: the GPU's index.
-    """
+    """Problem of backward on packed heads; gradients lie as q, k, v and out."""
 
     q: HeadsForm
     k: HeadsForm
@@ -85,14 +79,12 @@ class AttentionBackward:
 
 @dataclass(frozen=True)
 class Banded:
-    """Problem of graphs of both directions.
+    """Problem of graphs of both directions: where heads lie, as their gradients do in theirs.
 
     Attributes:
-        q, k, v, out: where heads lie, and their gradients in theirs.
         band: (left, right), how many positions before and after its own a query sees; None: all of them.
         from_the_end: whether positions are counted from the last query and key.
         lengths: whether int32 lengths [b] of queries and of keys are given.
-        device: the GPU's index.
     """
 
     q: Form
@@ -131,13 +123,7 @@ class CudnnProblem(Protocol):
 
 
 class CudnnGraph:
-    """A graph that cuDNN supports, and how it is run; its kernel is chosen and loaded at the first run.
-
-    Args:
-        problem: what it is built for.
-        described: (package, handle) -> the graph, and the numbers of its tensors in the order that they are given in.
-        what: the words for it in errors.
-    """
+    """A graph that cuDNN supports; its kernel is chosen and loaded at the first run."""
 
     def __init__(self, problem: CudnnProblem, described: Described, what: str) -> None:
         self._device, self._words = problem.device, f"cuDNN's {what} failed for {problem}"
@@ -151,11 +137,7 @@ class CudnnGraph:
         self._workspace: int | None = None
 
     def run_on(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Run on tensors that lie as it was told, in the order of their numbers.
-
-        Raises:
-            RuntimeError: when cuDNN fails, or at a first run in a stream that is being captured.
-        """
+        """Run on tensors that lie as it was told, in the order of their numbers."""
         self._run(lambda: tensors, lambda: [tensor.data_ptr() for tensor in tensors], tensors[0])
 
     def _run(
@@ -212,15 +194,7 @@ class BackwardGraph(CudnnGraph):
         self._offsets = [form[2] * problem.dtype.itemsize for form in (problem.q, problem.k, problem.v)]
 
     def run(self, x: torch.Tensor, y: torch.Tensor, dy: torch.Tensor, saved: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """The gradient of x.
-
-        Args:
-            x: the packed input; y, dy: the output and its gradient, all of them contiguous.
-            saved: what PyTorch's forward gives: the log of sums of exponentials, the seed, the offset.
-
-        Raises:
-            RuntimeError: when cuDNN fails, or at a first run in a stream that is being captured.
-        """
+        """The gradient of the packed input x; `saved` are logsumexp, seed and offset."""
         p, dx = self._problem, torch.empty_like(x)
         kept = [tensor.contiguous() for tensor in (saved if p.dropout else saved[:1])]
         self._run(lambda: [*_heads(x, p), y, dy, *kept, *_heads(dx, p)], lambda: self._addresses(x, dx, y, dy, kept), x)
@@ -240,10 +214,7 @@ def _heads(packed: torch.Tensor, p: AttentionBackward) -> list[torch.Tensor]:
 
 
 def _launch_by_addresses(graph: Any, uids: tuple[int, ...], handle: Any) -> Callable[[list[int], int], None] | None:
-    """End of the front end's `execute`: f(addresses in the order of numbers, workspace), half of its time.
-
-    None where this version of the front end has it no more, or the plan is none of cuDNN's own.
-    """
+    """The end of the front end's `execute`, f(addresses, workspace), where it has one."""
     try:
         lowered, index = graph._lowered_graph, graph._plans[graph._plan_index].cpp_index
         run, backend, order = lowered._execute_with_raw_ptrs, handle.backend_handle, graph._variant_pack_uids()
@@ -261,12 +232,12 @@ def _launch_by_addresses(graph: Any, uids: tuple[int, ...], handle: Any) -> Call
 
 
 def graph_for(problem: AttentionBackward) -> BackwardGraph | str:
-    """A graph for a problem, or why cuDNN does not take it. RuntimeError when the current stream is being captured."""
+    """A graph for a problem, or why cuDNN does not take it."""
     return made(problem, BackwardGraph, "backward")
 
 
 def made(problem: P, make: Callable[[P], G], direction: str) -> G | str:
-    """Make a graph of a problem, or say why cuDNN does not take it; RuntimeError while the stream is captured."""
+    """Make a graph of a problem, or say why cuDNN does not take it."""
     with torch.cuda.device(problem.device):
         refuse_capture(_UNMADE)
         give_context(problem.device)
@@ -348,7 +319,7 @@ def _described_forward(cudnn: Any, p: Banded, handle: Any) -> tuple[Any, tuple[i
 
 
 def _described_backward(cudnn: Any, p: Banded | AttentionBackward, handle: Any) -> tuple[Any, tuple[int, ...]]:
-    """The graph as the front end is told it, and the numbers of its tensors in the order in which they are given."""
+    """The graph as the front end is told it, and its tensors' numbers in order."""
     d = _Description(cudnn, p, handle)
     read = {name: d.add(name, form) for name, form in zip(("q", "k", "v"), (p.q, p.k, p.v), strict=True)}
     read |= {name: d.add(name, p.out) for name in ("o", "dO")}

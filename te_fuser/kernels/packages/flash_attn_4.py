@@ -33,16 +33,7 @@ _ALIASES = (torch.ops.aten.detach.default,)
 
 
 class Replay:
-    """A call that was noted, as a function of the tensors that it was given.
-
-    Args:
-        given: those of the call that was noted.
-        made: what it allocated, and by which function.
-        calls: the compiled functions, with their arguments.
-
-    Raises:
-        LookupError: when an argument is a tensor that is none of these.
-    """
+    """A noted call as a function of its tensors: it allocates and calls what that did."""
 
     def __init__(
         self,
@@ -86,9 +77,7 @@ def _is_constant(argument: Any) -> bool:
 def replay_of(call: Callable[..., Any], given: Sequence[torch.Tensor], owners: Sequence[Any]) -> Callable[..., None]:
     """A replay of call(*given), or the call itself where PyTorch computes something in it, or nothing is called.
 
-    Args:
-        call: works in place on what it is given, and has run before with such tensors.
-        owners: what has a `compile_cache` by which the package finds compiled functions; one thread watches at a time.
+    The call works in place, and ran before; `owners` have a `compile_cache` of compiled functions.
     """
     made = _Allocations()
     calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
@@ -103,7 +92,7 @@ def replay_of(call: Callable[..., Any], given: Sequence[torch.Tensor], owners: S
 
 
 class _Allocations(TorchDispatchMode):
-    """Notes what is allocated, and what else PyTorch does; it is held meanwhile, so that addresses tell it apart."""
+    """Mode that notes and holds what is allocated, and whether PyTorch does more."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +172,7 @@ def unusable() -> str | None:
 
 @dataclass(frozen=True)
 class Choices:
-    """Choices of kernels beside products; `window` is (left, right), counted from the last, None: no bound."""
+    """Choices beside products; `window` is (left, right), counted from the last, None: no bound."""
 
     scale: float
     causal: bool = False
@@ -207,14 +196,10 @@ def forward(
     choices: Choices,
     others: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Attention of q [b, S, h, D], k and v [b, S, g, D] into out, which has q's shape; of tokens [S, h, D].
+    """Attention of q [b, S, h, D], k and v [b, S, g, D], or of tokens [S, h, D], into out; gives logsumexp.
 
-    Args:
-        others: as the package's functions call them, int32: where sequences [N + 1] begin among tokens, how many
-            positions [N] there are; logits beside the scores [h] in float32.
-
-    Returns:
-        The log of sums of exponentials, [b, h, S] in float32; [h, S] of tokens.
+    `others` are the package's arguments, int32: where sequences [N + 1] begin among tokens, how many positions [N]
+    there are; logits beside the scores [h] in float32.
     """
     shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     logsumexp = q.new_empty(shape, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -234,14 +219,9 @@ def backward(
     choices: Choices,
     others: Mapping[str, torch.Tensor],
 ) -> torch.Tensor | None:
-    """Store the gradients of q, k and v in `gradients`, which have their shapes.
+    """Store the gradients of q, k and v in `gradients`; gives that of the sinks, if any.
 
-    Args:
-        read: q, k, v, the output, its gradient, and what `forward` returns.
-        others: as `forward` takes them.
-
-    Returns:
-        The gradient of the sinks, where there are any.
+    `read` is q, k, v, the output, its gradient, and what `forward` gave; `others` are as there.
     """
     names = ("q", "k", "v", "out", "dout", "lse", "dq", "dk", "dv")
     tensors = {**dict(zip(names, (*read, *gradients), strict=True)), **others}
@@ -266,9 +246,6 @@ def _run(direction: str, call: Callable[..., None], named: dict[str, torch.Tenso
 
     How many tokens and sequences there are is no part of a form, as the package does not compile for it: other batches
     have others, and each goes by the package.
-
-    Raises:
-        RuntimeError: when it fails, or a form that did not run yet meets a stream that is being captured.
     """
     q, tensors = named["q"], tuple(named.values())
     tokens = q.dim() == 3

@@ -37,7 +37,6 @@ class Package:
     """A package that may be installed: whether it is there and can be called, and where it is of use.
 
     Attributes:
-        name, oldest: the package, and the oldest version that serves.
         hopper_alone: whether it is used on compute capability 9 alone, or on newer GPUs too.
         libraries_13: what it needs beside itself for CUDA 13, a package that its extra `cu13` brings; empty: nothing.
     """
@@ -55,7 +54,7 @@ class Package:
         return version_of(self.name)
 
     def missing(self) -> str | None:
-        """Reason for which there is no package to use, found without an import; None where there is one."""
+        """Reason why there is no package to use, found without an import."""
         version, install = self.version(), f'pip install "{self.name}>={self.oldest}"'
         if version is None:
             return f"{self.name} is not installed: {install}"
@@ -64,11 +63,7 @@ class Package:
         return None
 
     def unusable(self, changes: Callable[[], Iterable[str | None]]) -> str | None:
-        """Reason for which the installed package cannot be called as its oldest version was; None when it can.
-
-        Args:
-            changes: imports it and gives what `why_changed` says of each function.
-        """
+        """Reason why the package cannot be called as it was, by `changes`."""
         version = self.version()
         try:
             with Progress(f"importing {self.name} {version}"):
@@ -121,7 +116,7 @@ PACKAGES = {
 
 
 def why_changed(owner: Any, name: str, taken: Sequence[str] = ()) -> str | None:
-    """Reason for which a function, class or method ("A.f") does not take these arguments; None if it does."""
+    """Reason why a function, class or method ("A.f") does not take these arguments."""
     try:
         function = operator.attrgetter(name)(owner)
     except AttributeError:
@@ -132,7 +127,7 @@ def why_changed(owner: Any, name: str, taken: Sequence[str] = ()) -> str | None:
 
 
 def give_context(device: int) -> None:
-    """Let the CUDA runtime give this thread the device's context: threads of backward passes begin without one."""
+    """Give this thread the device's context in the CUDA runtime, as backward's have none."""
     known = _thread.__dict__.setdefault("devices", set())
     if device not in known:
         torch.empty(1, device=torch.device("cuda", device)).zero_()
@@ -140,12 +135,12 @@ def give_context(device: int) -> None:
 
 
 def current_stream(device: int) -> int:
-    """PyTorch's current stream on a device, as the CUDA runtime knows it; without the object around it."""
+    """PyTorch's current stream on a device, as the CUDA runtime knows it."""
     return int(torch._C._cuda_getCurrentRawStream(device))
 
 
 def refuse_capture(needed: str) -> None:
-    """Refuse to make what a call needs while its stream is captured. RuntimeError when it is."""
+    """Refuse to make what a call needs while its stream is captured."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"this call needs {needed}, and its stream is being captured into a CUDA graph: run the model once with "
@@ -154,13 +149,7 @@ def refuse_capture(needed: str) -> None:
 
 
 class FirstRuns:
-    """The calls of a package that compiles its kernels when a form of a call first runs.
-
-    What launches a form is made at its first run, by one thread at a time and never while a stream is captured.
-
-    Args:
-        package: its name.
-    """
+    """Calls of a package that compiles a kernel when a form first runs."""
 
     def __init__(self, package: str) -> None:
         self._package, self._unmade = package, f"kernels of {package} that are compiled at their first run"
@@ -175,12 +164,7 @@ class FirstRuns:
         tensors: Sequence[torch.Tensor | None],
         failed: Callable[[Exception], Exception],
     ) -> Any:
-        """Call what prepare() made at the form's first run with the tensors on a device.
-
-        Raises:
-            RuntimeError: when a form that did not run yet meets a stream that is being captured.
-            Exception: what `failed` makes of an error of the package's; running out of memory stays what it is.
-        """
+        """Call what prepare() made at the form's first run; `failed` words errors."""
         with torch.cuda.device(device):
             launch = self._launches.get(form)
             if launch is None:

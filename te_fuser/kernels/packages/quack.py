@@ -51,12 +51,12 @@ def unusable() -> str | None:
 
 @functools.cache
 def unusable_by_gates() -> str | None:
-    """Reason for which the functions of `input_gradient_dswiglu` cannot be called; None when they can."""
+    """Reason why the functions of `input_gradient_dswiglu` cannot be called."""
     return unusable() or why_not_as_it_was(_TAKEN_BY_GATES)
 
 
 def why_not_as_it_was(called: Mapping[tuple[str, str], tuple[str, ...]]) -> str | None:
-    """Reason for which functions of the package, by module and name, do not take these arguments any more."""
+    """Reason why functions of the package do not take these arguments any more."""
     return PACKAGE.unusable(
         lambda: (why_changed(module(where), name, taken) for (where, name), taken in called.items())
     )
@@ -155,7 +155,7 @@ def _turned_halves(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class _Product:
-    """One of the package's products, planned for the sizes and strides of its first call: all others have them too."""
+    """One of the package's products, planned for the sizes and strides of its calls."""
 
     def __init__(self, where: str, epilogue: str, call: Callable[..., Any]) -> None:
         self._epilogue, self._call = getattr(module(where), epilogue), call
@@ -192,15 +192,7 @@ def run(
     prepare: Callable[[], Callable[..., Any]],
     fusions: str = _FUSIONS,
 ) -> Any:
-    """Call what prepare() makes at the first run of such tensors.
-
-    Args:
-        what, option: which product it is.
-        fusions: those that have it, for whoever plans without it.
-
-    Raises:
-        RuntimeError: when the package fails.
-    """
+    """Call what prepare() makes at the first run of such tensors of a product."""
     first, second = tensors[:2]
     assert first is not None and second is not None
     form = (what, option, first.dtype, first.device, *[None if t is None else (t.shape, t.stride()) for t in tensors])
@@ -220,7 +212,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rows_of(tensor: torch.Tensor, multiple: int = MULTIPLE) -> torch.Tensor:
-    """[N, features] as its loads need it: features side by side, rows and the first element in steps of 16 bytes."""
+    """[N, features] as its loads need it: all in steps of 16 bytes, features side by side."""
     if tensor.dim() == 2 and _lies_in_rows(tensor, multiple):
         return aligned(tensor)
     rows = tensor.reshape(-1, tensor.shape[-1])
@@ -279,7 +271,7 @@ _TAKEN_8 = {
 
 @functools.cache
 def unusable_8() -> str | None:
-    """Reason for which the installed package cannot be called for 8 bits; None when it can."""
+    """Reason why the installed package cannot be called for 8 bits."""
     why = why_not_as_it_was(_TAKEN_8)
     if why is None and _SUMMED not in module(_HOPPER).GemmSm90.__init__.__code__.co_names:
         return f"quack-kernels is not as it was: {_HOPPER} has no {_SUMMED}"
@@ -287,21 +279,21 @@ def unusable_8() -> str | None:
 
 
 def linear_bias_8(x: torch.Tensor, weight: torch.Tensor, *numbers: torch.Tensor) -> torch.Tensor:
-    """h = x W^T + b in bfloat16; `numbers` are the inverse scales of x and of W, and b [O] in bfloat16."""
+    """h = x W^T + b in bfloat16; `numbers` are the inverse scales of x and of W, and b [O]."""
     h = _room(x, weight, torch.bfloat16)
     _run_8("sum_with_bias", x, weight, h, None, numbers)
     return h
 
 
 def linear_bias_add_8(x: torch.Tensor, weight: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
-    """x W^T + b + addend [..., O] in bfloat16; behind the same numbers an addend in that."""
+    """x W^T + b + addend [..., O] in bfloat16; the addend comes last."""
     (*numbers, addend), y = given, _room(x, weight, torch.bfloat16)
     _run_8("sum_with_bias_and_addend", x, weight, y, addend, numbers)
     return y
 
 
 def linear_bias_gelu_8(x: torch.Tensor, weight: torch.Tensor, *numbers: torch.Tensor) -> torch.Tensor:
-    """gelu(h) times a scale in float8_e4m3fn, for h rounded to bfloat16, in the tanh form; the scale comes last."""
+    """gelu(h) times a scale in float8_e4m3fn, of h in bfloat16, the tanh form; the scale comes last."""
     y = _room(x, weight, torch.float8_e4m3fn)
     _run_8("gelu_in_8_bits_alone", x, weight, None, None, numbers, activated=flat(y))
     return y
@@ -310,7 +302,7 @@ def linear_bias_gelu_8(x: torch.Tensor, weight: torch.Tensor, *numbers: torch.Te
 def linear_bias_gelu_aux_8(
     x: torch.Tensor, weight: torch.Tensor, *numbers: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the same, h); raises an amax, which comes behind the scale, to the largest magnitude of gelu(h)."""
+    """(the same, h); raises the amax of gelu(h), which comes behind the scale."""
     y, h = _room(x, weight, torch.float8_e4m3fn), _room(x, weight, torch.bfloat16)
     _run_8("gelu_in_8_bits", x, weight, h, None, numbers, activated=flat(y))
     return y, h
@@ -350,7 +342,7 @@ def _run_8(
 
 
 class _Float8Product:
-    """One of the package's products, planned for the sizes and strides of its first call: all others have them too."""
+    """One of the package's products, planned for the sizes and strides of its calls."""
 
     def __init__(self, epilogue: str, operands: tuple[str, ...]) -> None:
         self._epilogue: Any = getattr(module(_EPILOGUES_8), epilogue)

@@ -32,7 +32,7 @@ def sum_with_bias_and_addend(acc: Any, c: Any, a_inverse: Any, b_inverse: Any, b
 
 @gemm_epilogue(outputs=("activated",), ops={"bias": RowVecLoad("bias")}, outs={"amax": LargestMagnitude("amax")})
 def gelu_in_8_bits(acc: Any, a_inverse: Any, b_inverse: Any, bias: Any, scale: Any) -> dict[str, Any]:
-    """(h, gelu(h) * scale, gelu(h) for its amax), of the same h as bfloat16 has it, in the tanh form."""
+    """(h, gelu(h) * scale, gelu(h) for its amax), of h in bfloat16, in the tanh form."""
     h = as_bfloat16(acc * (a_inverse * b_inverse) + bias)
     y = _gelu(h)
     return {"D": h, "activated": y * scale, "amax": y}

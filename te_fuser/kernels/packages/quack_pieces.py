@@ -25,7 +25,7 @@ class LargestMagnitude(Scalar):  # type: ignore[misc, unused-ignore]
 
     @cute.jit  # type: ignore[untyped-decorator, unused-ignore]
     def begin(self, gemm: Any, param: Any, smem_tensor: Any, ctx: Any) -> Any:
-        """(the largest so far, each number's place in the tile, rows and columns that are left of the matrix)."""
+        """(the largest so far, each number's place in the tile, rows and columns that are left)."""
         largest = cute.make_rmem_tensor(1, Float32)
         largest[0] = Float32(0.0)
         places = ctx.partition_for_epilogue_fn(cute.make_identity_tensor((ctx.tile_M, ctx.tile_N)))
@@ -44,7 +44,7 @@ class LargestMagnitude(Scalar):  # type: ignore[misc, unused-ignore]
 
     @cute.jit  # type: ignore[untyped-decorator, unused-ignore]
     def fn_sink_flush(self, gemm: Any, state: Any, frag: Any) -> None:
-        """Take a part of the tile in; of one that ends beyond the matrix, what is inside."""
+        """Take a part of the tile in, but for what is beyond the matrix."""
         largest, places, rows, columns = state
         most = largest[0]
         if rows >= gemm.cta_tile_shape_mnk[0] and columns >= gemm.cta_tile_shape_mnk[1]:

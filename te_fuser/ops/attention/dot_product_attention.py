@@ -93,7 +93,7 @@ class AttentionSettings:
 
 
 def hidden_positions(causal: bool, mask: torch.Tensor | None, length: int, device: torch.device) -> torch.Tensor | None:
-    """Boolean mask, True = hidden, broadcastable to [B, H, queries, keys]; None where nothing is hidden."""
+    """Boolean mask, True = hidden, broadcastable to [B, H, queries, keys], if anything is hidden."""
     if mask is not None:
         mask = mask.view((1,) * (4 - mask.dim()) + mask.shape)
     if not causal:
@@ -114,7 +114,7 @@ _PLAIN_ATTENTION = torch.nn.functional.scaled_dot_product_attention
 
 
 def refuse_context_parallel() -> None:
-    """Raise RuntimeError where PyTorch's context_parallel is on: it replaces torch's attention alone."""
+    """Refuse PyTorch's context_parallel, which replaces torch's attention alone."""
     found = torch.nn.functional.scaled_dot_product_attention
     if found is not _PLAIN_ATTENTION and found.__module__.startswith("torch.distributed.tensor.experimental"):
         raise RuntimeError(
@@ -125,11 +125,7 @@ def refuse_context_parallel() -> None:
 
 
 def switches() -> tuple[bool, ...]:
-    """Deterministic mode, and PyTorch's switches for attention kernels, as they are now; asked at each call.
-
-    Raises:
-        RuntimeError: inside torch's context_parallel.
-    """
+    """Deterministic mode, and PyTorch's switches for attention kernels, as they are now."""
     refuse_context_parallel()
     return (torch.are_deterministic_algorithms_enabled(), *[enabled() for enabled in KERNEL_SWITCHES.values()])
 
@@ -419,7 +415,7 @@ class DotProductAttention(SharedAttention):
         return Terms(self.scale, hidden, added, scores.soft_cap, sink, shows_all=False, places=places)
 
     def _places(self, call: OpCall, band: Band) -> Places:
-        """Places of queries and keys in their sequences; ValueError on a CPU, where one is longer than the bias."""
+        """Places of queries and keys in their sequences, checked on a CPU."""
         sizes = _of_four(call["attention_bias"]).shape[2:]
         for side, what, size in zip((band.queries, band.keys), ("queries", "keys"), sizes, strict=True):
             longest = side.table if size > 1 and may_look(side.place.device) else 0
@@ -444,7 +440,7 @@ class DotProductAttention(SharedAttention):
         return -taken if added is None else added - taken
 
     def _kept(self, call: OpCall, parts: Parts) -> torch.Tensor | None:
-        """Dropout's factors; whether something is dropped is what the forward said, by giving a stream."""
+        """Dropout's factors; where nothing is dropped, forward gave no stream."""
         if call.random is None:
             if self.draws():
                 raise RuntimeError("dropout needs a random stream (OpCall.random); call the op or the model")

@@ -121,7 +121,7 @@ class HeadNorm(OfHeads):
         return weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1
 
     def _by_head(self, call: OpCall, name: str) -> torch.Tensor | None:
-        """A parameter of queries and that of keys, [heads of a group, head_dim]; None where there is none."""
+        """A parameter of queries and that of keys, [heads of a group, head_dim], where there is one."""
         if name not in NORMS[self.norm]:
             return None
         return torch.cat([call[f"{role}{name}"].expand(count, -1) for role, count in self._counts.items()])

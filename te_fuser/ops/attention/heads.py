@@ -31,7 +31,7 @@ Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def one_of(argument: str, value: str, names: Collection[str], theirs: Mapping[str, str] | None = None) -> str:
-    """`value`, or an error that lists what it could be; `theirs` are words of others, with what they are here."""
+    """`value`, or an error with what it could be; `theirs` are others' words."""
     if not isinstance(value, str) or value not in names:
         said = meant(value, names) if isinstance(value, str) else ""
         if theirs and isinstance(value, str) and value in theirs:
@@ -85,7 +85,7 @@ class HeadLayout:
         return self._heads_in(y, self.per_group)
 
     def merge_output(self, heads: torch.Tensor) -> torch.Tensor:
-        """[B, G, R, S, E] as an output of this layout, copied only where it does not lie that way already."""
+        """[B, G, R, S, E] as an output of this layout."""
         in_order = heads.permute((3, 0, 1, 2, 4) if self.layout == "sequence_first" else (0, 3, 1, 2, 4))
         features = heads.shape[1] * heads.shape[2] * heads.shape[4]
         # Unlike a view, the result of _unsafe_view stands for its own storage, as an output of an op must.
@@ -103,11 +103,11 @@ class HeadLayout:
         raise NotImplementedError
 
     def _taken(self) -> tuple[str, str]:
-        """Texts of what the main input holds and how that makes `features`, and of what to do where it has others."""
+        """Texts of what the main input holds, its size, and what to do with others."""
         raise NotImplementedError
 
     def check(self, op: str, x: Spec) -> None:
-        """Refuse x as main input: ValueError for dimensions or features, TypeError where it is not floating."""
+        """Refuse x as main input by dimensions, features or dtype."""
         self._check_rows(op, x)
         if x.features != self.features:
             takes, do = self._taken()
@@ -240,12 +240,7 @@ class ApartHeads(HeadLayout):
         return takes, "keys and values are inputs of their own"
 
     def check_others(self, op: str, x: Spec, others: Mapping[str, Spec]) -> None:
-        """Raise, in words, when the named inputs cannot be keys and values for queries x.
-
-        Raises:
-            ValueError: wrong number of dimensions, samples, positions or features, or another device.
-            TypeError: not a floating-point tensor.
-        """
+        """Refuse named inputs that cannot be keys and values for queries x."""
         samples, _ = self.lengths(x.shape)
         first: tuple[str, int] | None = None
         for argument, name in self.apart.names.items():
@@ -312,7 +307,7 @@ def inputs_of(heads: AnyHeads) -> tuple[str, ...]:
 
 
 def split_inputs(heads: AnyHeads, tensors: Sequence[torch.Tensor]) -> Parts:
-    """Queries [B, G, R, S, D], keys [B, G, K, D] and values [B, G, K, E] of these inputs; tokens are one sample."""
+    """Queries [B, G, R, S, D], keys [B, G, K, D], values [B, G, K, E]; tokens are one sample."""
     return heads.split(*(t[None] if t.dim() == 2 else t for t in tensors))
 
 
@@ -325,5 +320,5 @@ def pack_gradients(heads: AnyHeads, parts: Parts, inputs: Mapping[str, torch.Ten
 
 
 def of_layout(t: torch.Tensor, dims: int) -> torch.Tensor:
-    """[B, S, F] as it is, or of tokens [S, F]; it stands for its own storage as a view does not."""
+    """[B, S, F] as it is, or of tokens [S, F]; it stands for its own storage, unlike a view."""
     return t if t.dim() == dims else torch.ops.aten._unsafe_view.default(t, [*t.shape[1:]])

@@ -104,12 +104,7 @@ class AttentionMask:
 
     @classmethod
     def of(cls, mask: str | AttentionMask, name: str) -> AttentionMask:
-        """The mask called so, a given tensor under `name`; or the mask itself.
-
-        Raises:
-            TypeError: for a tensor.
-            ValueError: for another word.
-        """
+        """The mask called so, a given tensor under `name`; or the mask itself."""
         if isinstance(mask, AttentionMask):
             return mask
         if isinstance(mask, torch.Tensor):
@@ -176,12 +171,7 @@ class AttentionMask:
         return not self.beyond and self.given is None
 
     def check(self, op: str, samples: int, others: Mapping[str, Spec], tokens: bool) -> None:
-        """Raise, in words, when lengths and offsets are not whole numbers of their shape.
-
-        Raises:
-            ValueError: one is missing, or of another shape.
-            TypeError: no whole numbers.
-        """
+        """Raise, in words, when lengths and offsets are not whole numbers of their shape."""
         known = {name: spec for name in COUNTS if (spec := others.get(name)) is not None}
         for argument in COUNTS:
             name = getattr(self, argument)
@@ -203,12 +193,7 @@ class AttentionMask:
             raise ValueError(f"{self.offsets!r} and {self.key_offsets!r} say {both}; {op} takes as many of both")
 
     def check_padding(self, op: str, full: tuple[int, int, int, int], others: Mapping[str, Spec]) -> None:
-        """Raise, in words, when padding is no boolean tensor for [batch, heads, queries, keys] = full.
-
-        Raises:
-            ValueError: one is missing, or of another shape.
-            TypeError: no booleans.
-        """
+        """Raise, in words, when padding is no boolean tensor for [batch, heads, queries, keys] = full."""
         samples, _, *positions = full
         for argument, count in zip(PADDINGS, positions, strict=True):
             name, spec = getattr(self, argument), others.get(argument)
@@ -228,11 +213,7 @@ class AttentionMask:
                 )
 
     def check_counts(self, counts: Mapping[str, torch.Tensor | None], positions: int, keys: int | None) -> None:
-        """Raise, in words, when a sequence lies outside of so many positions and keys (None: the same), or is too long.
-
-        Raises:
-            ValueError: naming the input, what it says and what there is.
-        """
+        """Raise, in words, when a sequence lies outside of so many positions and keys, or is too long."""
         sides = [("offsets", "lengths", positions)]
         if keys is not None:
             sides.append(("key_offsets" if self.key_offsets else "offsets", "key_lengths", keys))
@@ -297,7 +278,7 @@ class Places:
         return cls(at[None], lengths.long()[:, None], lengths.long())
 
     def end(self, padding: torch.Tensor | None) -> torch.Tensor | int:
-        """End of each sequence: its length, else behind the last position that `padding`, [B, 1, 1, S], shows; [B]."""
+        """End of each sequence [B]: its length, or behind the last position that `padding` shows."""
         if padding is None or isinstance(self.table, torch.Tensor):
             return self.table
         shown = (self.place + 1) * padding[:, 0, 0].logical_not()
@@ -323,11 +304,7 @@ class Band:
         apart: bool,
         device: torch.device,
     ) -> Band:
-        """The band of `sizes` (queries, keys); `apart` says whether keys have lengths of their own.
-
-        Raises:
-            ValueError: on a CPU, where a sequence lies outside of what there is, and nobody traces.
-        """
+        """The band of `sizes` (queries, keys)."""
         if mask.counts and may_look(device):
             mask.check_counts(tensors, sizes[0], sizes[1] if apart else None)
         lengths, offsets, padding = (tensors.get(name) for name in ("lengths", "offsets", "padding"))
@@ -378,7 +355,7 @@ class Band:
         return hidden[:, None]
 
     def with_given(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """Boolean mask of `hidden` and a given tensor, [B or 1, H or 1, S or 1, K or 1]; None where all is seen."""
+        """Boolean mask of `hidden` and a given tensor, [B or 1, H or 1, S or 1, K or 1], if any."""
         hidden = self.hidden()
         if mask is None:
             return hidden

@@ -65,12 +65,7 @@ class AttentionScores:
         return tuple(words for words, wanted in asked.items() if wanted)
 
     def check(self, op: str, full: tuple[int, int, int, int], others: Mapping[str, Spec]) -> None:
-        """Raise, in words, when bias or slopes do not fit [batch, heads, queries, keys].
-
-        Raises:
-            ValueError: one is missing, or of another shape.
-            TypeError: no floating-point numbers.
-        """
+        """Raise, in words, when bias or slopes do not fit [batch, heads, queries, keys]."""
         for argument, name in self.names.items():
             spec = others.get(argument)
             if spec is None:
@@ -92,7 +87,7 @@ Places = tuple[torch.Tensor, torch.Tensor]  # of queries [S] and keys [K] in the
 
 
 def at_places(bias: torch.Tensor, places: Places) -> torch.Tensor:
-    """A bias of positions [B, H, P, R] for each query and key, [B, H, S, K]; NaN where it has no such position."""
+    """A bias of positions [B, H, P, R] for queries and keys, [B, H, S, K]."""
     found = bias[(..., *_indices(bias, places))]
     for dim, (place, size) in enumerate(zip(places, bias.shape[-2:], strict=True)):
         outside = place >= (size if size > 1 else torch.iinfo(place.dtype).max)
@@ -113,7 +108,7 @@ def _indices(bias: torch.Tensor, places: Places) -> tuple[torch.Tensor, torch.Te
 
 
 def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
-    """The paper's slopes [heads]: 2^(-8 i / n) for the largest power of two n, then those of 2 n at odd i."""
+    """The paper's slopes [heads]: 2^(-8 i / n) for the last power of two n, then those of 2 n at odd i."""
     power = 1 << (heads.bit_length() - 1)
     whole = torch.arange(1, power + 1, dtype=torch.float64, device=device) * (-8.0 / power)
     between = (torch.arange(heads - power, dtype=torch.float64, device=device) * 2 + 1) * (-4.0 / power)
@@ -141,7 +136,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class AttentionGradients:
-    """Gradients of queries, keys and values; of what was added to the scores [B, H, S, K]; of the sinks [H]."""
+    """Gradients of q, k and v; of what was added to the scores [B, H, S, K]; of the sinks [H]."""
 
     parts: Parts
     added: torch.Tensor | None
@@ -201,7 +196,7 @@ def reference(
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms, factors: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output's heads [B, G, R, S, E], and logsumexp [B, H, S], which is 0 for a row with nothing to see."""
+    """The output's heads [B, G, R, S, E], and logsumexp [B, H, S], 0 where nothing is seen."""
     scores = _finished(_capped(_scores(q, k, terms.scale), terms), terms)
     logsumexp = scores.logsumexp(-1)
     if terms.sink is not None:
@@ -265,7 +260,7 @@ def _finished(scores: torch.Tensor, terms: Terms) -> torch.Tensor:
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
-    """q k^T * scale: [B, G, R, S, D] and [B, G, K, D] -> [B, H, S, K]; the R query heads of a group are one product."""
+    """q k^T * scale, [B, H, S, K]: the R query heads of a group are one product."""
     samples, groups, per_group, positions, _ = q.shape
     return ((q.flatten(2, 3) * scale) @ k.mT).view(samples, groups * per_group, positions, k.shape[2])
 
@@ -279,6 +274,6 @@ def _weighted(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def _summed_over_queries(weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """weights^T @ rows over all queries of a group: [B, H, S, K] and [B, G, R, S, E] -> [B, G, K, E]."""
+    """weights^T @ rows over queries of a group: [B, H, S, K], [B, G, R, S, E] -> [B, G, K, E]."""
     samples, groups, per_group, queries, _ = rows.shape
     return weights.view(samples, groups, per_group * queries, weights.shape[3]).mT @ rows.flatten(2, 3)

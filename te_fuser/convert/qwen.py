@@ -1,11 +1,12 @@
-"""Qwen3's layers: Llama's, with norms of query and key heads, and a window in some."""
+"""Qwen's layers: Llama's, with a window in some; Qwen2 has biases of queries, keys and values, Qwen3 norms of heads."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch import nn
-from transformers.models.qwen3 import modeling_qwen3 as theirs
+from transformers.models.qwen2 import modeling_qwen2 as qwen2
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from te_fuser import ops
 from te_fuser.convert.layer_ops import LayerParts, why_left
@@ -14,7 +15,23 @@ from te_fuser.convert.llama import LlamaLike
 _NORMS = ("q_norm", "k_norm")
 
 
-class HeadNorms(LlamaLike):
+class Windowed(LlamaLike):
+    """A layer whose attention has a window, or None."""
+
+    def function_options(self) -> dict[str, Any]:
+        return {**super().function_options(), "sliding_window": self._attention().sliding_window}
+
+
+class Qwen2DecoderLayer(Windowed, qwen2.Qwen2DecoderLayer):
+    """transformers' layer, run by lists of ops."""
+
+    was = qwen2.Qwen2DecoderLayer
+    attention_class = qwen2.Qwen2Attention
+    norm_class = qwen2.Qwen2RMSNorm
+    mlp_class = qwen2.Qwen2MLP
+
+
+class HeadNorms(Windowed):
     """A layer that norms query and key heads before they are turned."""
 
     def norm_heads(self, parts: LayerParts) -> list[nn.Module]:
@@ -38,17 +55,14 @@ class HeadNorms(LlamaLike):
             return "its norms of heads differ in eps"
         return super().attention_left()
 
-    def function_options(self) -> dict[str, Any]:
-        return {**super().function_options(), "sliding_window": self._attention().sliding_window}
 
-
-class Qwen3DecoderLayer(HeadNorms, theirs.Qwen3DecoderLayer):
+class Qwen3DecoderLayer(HeadNorms, qwen3.Qwen3DecoderLayer):
     """transformers' layer, run by lists of ops."""
 
-    was = theirs.Qwen3DecoderLayer
-    attention_class = theirs.Qwen3Attention
-    norm_class = theirs.Qwen3RMSNorm
-    mlp_class = theirs.Qwen3MLP
+    was = qwen3.Qwen3DecoderLayer
+    attention_class = qwen3.Qwen3Attention
+    norm_class = qwen3.Qwen3RMSNorm
+    mlp_class = qwen3.Qwen3MLP
 
 
-BLOCKS = (Qwen3DecoderLayer,)
+BLOCKS = (Qwen2DecoderLayer, Qwen3DecoderLayer)

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from te_fuser.kernels.reductions import AmaxFolder, FoldAmaxes, Folded
+from te_fuser.kernels.quantizers import AmaxFolder, FoldAmaxes, Folded
 from tests.fake_cuda import FakeDriver
 from tests.kernels.emulated import emulating
 from tests.needs import needs_compiler
