@@ -22,6 +22,7 @@ from tests.convert.models import (
     transformers,
     ways,
 )
+from tests.refused import raises
 
 IDS = tokens()
 
@@ -248,19 +249,15 @@ def test_models_hand_their_layers_nothing_that_lists_do_not_know() -> None:
 def test_wrong_calls_raise_as_the_class_does() -> None:
     model, original = both("gpt2")
     for each in (model, original):
-        with pytest.raises(TypeError, match="positional argument"):
-            layer_of(each)(X, *[None] * 9)
-        with pytest.raises(TypeError, match="multiple values for argument 'hidden_states'"):
-            layer_of(each)(X, hidden_states=X)
-        with pytest.raises(TypeError, match="missing 1 required positional argument: 'hidden_states'"):
-            layer_of(each)()
+        raises(TypeError, "positional argument", layer_of(each), X, *[None] * 9)
+        raises(TypeError, "multiple values for argument 'hidden_states'", layer_of(each), X, hidden_states=X)
+        raises(TypeError, "missing 1 required positional argument: 'hidden_states'", layer_of(each))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_layer_without_angles_raises_as_the_class_does(family: str) -> None:
     for each in both(family):
-        with pytest.raises(TypeError, match="NoneType"):
-            layer_of(each)(X)
+        raises(TypeError, "NoneType", layer_of(each), X)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -273,6 +270,5 @@ def test_the_check_decodes(family: str, monkeypatch: pytest.MonkeyPatch) -> None
         DecoderBlock, "run", lambda self, x, call: real(self, x, LayerCall({**call.arguments, **dropped}, CACHE))
     )
     model = model_of(family)
-    with pytest.raises(RuntimeError, match="convert: the output by a DynamicCache of .* the model is as it was"):
-        te_fuser.convert(model)
+    raises(RuntimeError, "convert: the output by a DynamicCache of .* the model is as it was", te_fuser.convert, model)
     assert te_fuser.convert(model, check=False).error is None

@@ -46,6 +46,21 @@ def run(op, x, dy, inputs=None, stream=None):
     return y, made.pop("input"), made
 
 
+def check(op, x, inputs, want, wanted, dy, stream=None):
+    """Values and all gradients, by what runs and by the reference; `wanted` has gradients by name, also "input"."""
+    y, dx, made = run(op, x, dy, inputs, stream)
+    assert {"input", *made} == set(wanted)
+    leaves = {"input": x, **inputs, **dict(op.named_parameters())}
+    leaves = {n: t.detach().requires_grad_(n in wanted) for n, t in leaves.items()}
+    reference = op.reference(OpCall(dict(leaves), random=stream), leaves["input"])
+    gradients = torch.autograd.grad(reference, [leaves[n] for n in wanted], dy)
+    for found in (y, reference.detach()):
+        close(found, want.detach())
+    for name, of_reference in zip(wanted, gradients, strict=True):
+        close({"input": dx, **made}[name], wanted[name])
+        close(of_reference, wanted[name])
+
+
 def close(ours, want, tolerance=1e-12):
     assert ours.shape == want.shape
     torch.testing.assert_close(ours.double(), want, rtol=0, atol=tolerance * max(1.0, math.sqrt(want.numel())))

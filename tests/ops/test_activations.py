@@ -14,6 +14,8 @@ from te_fuser import ops
 from te_fuser.ops.base import OpCall, Spec
 from te_fuser.ops.row_op import RowOp
 from tests.ops.check import DTYPES, assert_as_good_as_torch, normal
+from tests.refused import raises
+from tests.twins import assert_same
 
 Form = Callable[[torch.Tensor], torch.Tensor]
 
@@ -119,10 +121,8 @@ def test_gates_in_blocks(size: int, gate_first: bool, kernels: str) -> None:
         assert_as_good_as_torch(op, meaning, {"x": normal(2, 5, 12)}, dtype)
     model = te_fuser.Sequential(ops.Bias(12), op, ops.ReLU(), kernels=kernels)
     x = normal(2, 5, 12).float().requires_grad_()
-    y, want = model(x), meaning(x).relu()
-    torch.testing.assert_close(y, want)
-    dy = torch.randn_like(y)
-    torch.testing.assert_close(torch.autograd.grad(y, x, dy)[0], torch.autograd.grad(want, x, dy)[0])
+    want = meaning(x).relu()
+    assert_same(model(x), want, [x], tolerance=None)
     torch.testing.assert_close(model.reference(x), want)
 
 
@@ -134,13 +134,11 @@ def test_gates_in_blocks_are_verified_and_planned_anew() -> None:
     before = op(x)
     op.glu_interleave_size = None
     assert not torch.equal(op(x), before) and op.lower()[0].op is op
-    with pytest.raises(ValueError, match="from 1 on as glu_interleave_size, got 0"):
-        ops.GLU(glu_interleave_size=0)
+    raises(ValueError, "from 1 on as glu_interleave_size, got 0", ops.GLU, glu_interleave_size=0)
     odd = ops.GLU(glu_interleave_size=4)
     with pytest.raises(ValueError, match=r"glu_interleave_size = 4 features, two by two, got 12"):
         odd.infer(Spec((3, 12), torch.float32, torch.device("cpu")))
-    with pytest.raises(ValueError, match=r"Unflatten cannot take an input of shape \[3, 12\]"):
-        odd(normal(3, 12).float())
+    raises(ValueError, r"Unflatten cannot take an input of shape \[3, 12\]", odd, normal(3, 12).float())
 
 
 # --------------------------------------------------------------------------------- softmax, by kernels too

@@ -24,6 +24,7 @@ from tests.float8 import E4M3, E5M2
 from tests.needs import needs_compiler
 from tests.ops.check import normal
 from tests.ops.test_blockwise_scaling import blocks_of, by_hand
+from tests.refused import raises
 
 IN, OUT, ROWS = 128, 256, 33
 
@@ -165,8 +166,7 @@ def test_words() -> None:
         ({"weight_dtype": torch.int8}, "gives float32"),
         ({"formats": (E4M3, torch.bfloat16, E5M2)}, "float8_e4m3fn or"),
     ):
-        with pytest.raises(TypeError, match=words):
-            ops.Float8MatMul(product, **{**form, **changed})
+        raises(TypeError, words, ops.Float8MatMul, product, **{**form, **changed})
     partly = ops.PartlyFloat8MatMul(product, kept=(True, False, False), **form)
     own = ops.OwnScalesMatMul(product, scalings=(OwnScales(QParams()),) * 3, **form)
     assert "not in 8 bits: y" in repr(partly) and "128, 256, torch.float32" in repr(partly)
@@ -175,5 +175,4 @@ def test_words() -> None:
         (ops.Float8MatMul(product, **form), "quantize it"),
         *((op, "takes x in float32") for op in (partly, own)),
     ):
-        with pytest.raises(TypeError, match=words):
-            op.infer(Spec((5, IN), torch.bfloat16, torch.device("cpu")))
+        raises(TypeError, words, op.infer, Spec((5, IN), torch.bfloat16, torch.device("cpu")))

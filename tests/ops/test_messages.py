@@ -12,7 +12,7 @@ import te_fuser
 from te_fuser import ops
 from te_fuser.formula import clamp, row_sum, split
 from te_fuser.ops.base import FusableOperation, Spec
-from tests.refused import refused
+from tests.refused import raises, refused
 from tests.twins import tensor
 
 CPU = torch.device("cpu")
@@ -50,17 +50,14 @@ def test_integers(name: str, dtype: torch.dtype) -> None:
     got = str(dtype).removeprefix("torch.")
     ids = "put a torch.nn.Embedding before it where these are ids of tokens, else " if dtype == torch.int64 else ""
     words = rf"te_fuser ops take floating-point tensors, got {got}: {ids}convert with \.float\(\)"
-    with pytest.raises(TypeError, match=words):
-        ALL[name].infer(spec(3, 2, 8, dtype=dtype))
+    raises(TypeError, words, lambda: ALL[name].infer(spec(3, 2, 8, dtype=dtype)))
 
 
 @pytest.mark.parametrize("name", ["bias", "scale", "layer_norm", "rms_norm", "adaptive", "matmul", "linear"])
 def test_wrong_feature_size(name: str) -> None:
     words = r"was made for 8 features, got 7 \(input shape \[3, 2, 7\]\): give it \[\.\.\., 8\] or make it with 7"
-    with pytest.raises(ValueError, match=words):
-        ALL[name].infer(spec(3, 2, 7))
-    with pytest.raises(ValueError, match="got a scalar"):
-        ALL[name].infer(spec())
+    raises(ValueError, words, lambda: ALL[name].infer(spec(3, 2, 7)))
+    raises(ValueError, "got a scalar", lambda: ALL[name].infer(spec()))
 
 
 @pytest.mark.parametrize("kind", [ops.GLU, ops.GEGLU, ops.QGEGLU, ops.ReGLU, ops.SReGLU, ops.SwiGLU, ops.ClampedSwiGLU])
@@ -145,8 +142,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments(name: str) -> None:
     make, kind, words = WRONG[name]
-    with pytest.raises(kind, match=words):
-        make()
+    raises(kind, words, make)
 
 
 X = tensor(5, 8)
@@ -242,5 +238,4 @@ class Forgetful(ops.RowOp):
 
 @pytest.mark.parametrize("use", [lambda op: op(X), lambda op: te_fuser.Sequential(op)(X), repr])
 def test_an_op_whose_constructor_does_not_call_that_of_its_base(use):
-    with pytest.raises(AttributeError, match=r"^Forgetful: its __init__ must first call super\(\)\.__init__\(\)$"):
-        use(Forgetful())
+    raises(AttributeError, r"^Forgetful: its __init__ must first call super\(\)\.__init__\(\)$", use, Forgetful())

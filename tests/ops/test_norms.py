@@ -17,6 +17,7 @@ from te_fuser import ops
 from te_fuser.ops.base import OpCall, Spec
 from tests.ops.check import DTYPES, assert_as_good_as_torch, normal, values_and_gradients
 from tests.recorded import recorded
+from tests.refused import raises
 
 SHAPE, N = (7, 5, 48), 48
 
@@ -150,10 +151,8 @@ def test_several_dimensions_that_do_not_fit() -> None:
         ops.LayerNorm(SIZES).infer(Spec((2, 3, 5), torch.float32, torch.device("cpu")))
     for other in ((2, 5, 3, 2), (2, *reversed(SIZES)), (60,), (2, 60), (2, 3, 4, 5)):  # also with as many elements
         for norm in (ops.LayerNorm(SIZES), te_fuser.Sequential(ops.RMSNorm(SIZES, elementwise_affine=False))):
-            with pytest.raises(ValueError, match=r"op 0 .* was made for \[\.\.\., 4, 3, 5\], got .*: give it"):
-                norm(torch.randn(other))
-    with pytest.raises(TypeError, match="whole number"):
-        ops.RMSNorm((3, 2.0))
+            raises(ValueError, r"op 0 .* was made for \[\.\.\., 4, 3, 5\], got .*: give it", norm, torch.randn(other))
+    raises(TypeError, "whole number", ops.RMSNorm, (3, 2.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

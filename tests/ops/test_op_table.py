@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 
 from te_fuser import ops
 from te_fuser.ops.op_table import OpTable
+from tests.refused import raises
 
 
 class Base(ops.RowOp):
@@ -43,5 +44,4 @@ def test_rows_by_class() -> None:
 
 @pytest.mark.parametrize("other", [torch.nn.Linear, Base(), lambda: None])
 def test_rows_of_other_classes_are_refused(other: Any) -> None:
-    with pytest.raises(TypeError, match="a row of refused is of a class of ops, got"):
-        OpTable("refused", 1.0).row(2.0)(other)
+    raises(TypeError, "a row of refused is of a class of ops, got", lambda: OpTable("refused", 1.0).row(2.0)(other))

@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import te_fuser
 from te_fuser import ops
 from tests.ops.check import normal
+from tests.refused import raises
+from tests.twins import assert_same
 
 IN, OUT = 6, 5
 
@@ -58,11 +60,8 @@ def test_values_and_gradients(dtype: torch.dtype) -> None:
     for seed in range(2):
         x, weight = (normal(*s, seed=seed + 3).to(dtype).requires_grad_() for s in ((3, IN), (OUT, IN)))
         for run in (model, lambda *args: checkpoint(model, *args, use_reentrant=False)):
-            y, want = run(x, weight * 2), meaning(x, weight * 2, model.bias)
-            torch.testing.assert_close(y, want)
-            leaves = [x, weight, model.bias]
-            for ours, theirs in zip(*[torch.autograd.grad(t.sum(), leaves) for t in (y, want)], strict=True):
-                torch.testing.assert_close(ours, theirs)
+            want = meaning(x, weight * 2, model.bias)
+            assert_same(run(x, weight * 2), want, [x, weight, model.bias], tolerance=None)
         torch.testing.assert_close(model(x), meaning(x, model.weight, model.bias))
     assert list(model.state_dict()) == ["weight", "bias"]
 
@@ -130,15 +129,9 @@ def test_in_lists(hooked: bool) -> None:
     for weight in weights:
         want = torch.nn.functional.gelu(torch.nn.functional.linear(want, weight), approximate="tanh")
     for run in (model, model.reference):
-        y = run(x, **named)
-        torch.testing.assert_close(y, want)
-        for ours, theirs in zip(
-            *[torch.autograd.grad(t.sum(), [x, *weights], retain_graph=True) for t in (y, want)], strict=True
-        ):
-            torch.testing.assert_close(ours, theirs)
+        assert_same(run(x, **named), want, [x, *weights])
     assert sum(len(plan.graph.nodes) for plan in model.plans(x, **named)) == (2 if hooked else 4)
     torch.testing.assert_close(inner[0](x, weights[0]), x @ weights[0].T)
     with pytest.raises(TypeError, match=r"call the model with \*\*\{'2.0.weight': tensor" if not hooked else "tensor"):
         model(x, **{"0.weight": weights[0]})
-    with pytest.raises(TypeError, match="unknown input 'weight'"):
-        model(x, weight=weights[0], **named)
+    raises(TypeError, "unknown input 'weight'", model, x, weight=weights[0], **named)

@@ -13,6 +13,7 @@ import torch
 
 import te_fuser
 from te_fuser import ops
+from tests.refused import raises
 from tests.twins import randomize, tensor
 
 WIDTH = 6
@@ -123,8 +124,7 @@ def test_what_its_ops_have_or_calls_may_say_is_settled(make: Any, names: str) ->
     for name in names.split():
         before = getattr(preset, name, getattr(preset.common, name, None))
         setattr(preset, name, before)
-        with pytest.raises(AttributeError, match=f"{name} is settled when it is made"):
-            setattr(preset, name, 0.25)
+        raises(AttributeError, f"{name} is settled when it is made", setattr, preset, name, 0.25)
         assert getattr(preset, name) == before
 
 

@@ -20,14 +20,14 @@ from tests.presets.layers import (
     HEADS,
     OWN,
     PRESETS,
-    assert_same,
     bare_list,
     forward_hook,
     leaves_of,
     sample,
 )
 from tests.presets.plain import ACTIVATIONS, Call, activated, linear, normalized
-from tests.twins import randomize, tensor
+from tests.refused import raises
+from tests.twins import assert_same, randomize, tensor
 
 MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel")
 
@@ -261,13 +261,10 @@ def test_preset_returns_what_it_is_asked_for_beside(name: str, asked: tuple[str,
         want.append(normalized(x, *held.values(), getattr(made, "eps", 1e-5)))
     assert_same((y, *beside), tuple(want), leaves_of(made, x))
     for model in (te_fuser.Sequential(made), te_fuser.Sequential(ops.Identity(), te_fuser.Sequential(made))):
-        with pytest.raises(TypeError, match=f"{name} returns several values, by {' and '.join(asked)}"):
-            model(x)
-    with pytest.raises((TypeError, NotImplementedError), match=asked[0]):
-        made.to_torch()
+        raises(TypeError, f"{name} returns several values, by {' and '.join(asked)}", model, x)
+    raises((TypeError, NotImplementedError), asked[0], made.to_torch)
     forward_hook(made)
-    with pytest.raises(TypeError, match=asked[0]):
-        te_fuser.Sequential(made, ops.GELU())(x)
+    raises(TypeError, asked[0], lambda: te_fuser.Sequential(made, ops.GELU())(x))
     if name in ("LayerNormLinear", "LayerNormMLP"):
         assert isinstance(case.make(return_layernorm_output_gathered=True)(x), torch.Tensor)
 

@@ -10,9 +10,9 @@ import torch
 import te_fuser
 from te_fuser import ops
 from te_fuser.presets.attention_call import MASK_TYPES
-from tests.presets.layers import around, assert_same
+from tests.presets.layers import around
 from tests.presets.plain import Call, attend, causal, causal_from_last_shown
-from tests.twins import tensor
+from tests.twins import assert_same, tensor
 
 S, K, B, H, G, D, E = 7, 5, 3, 4, 2, 6, 3
 ORDERS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}  # to [B, H, S, D]

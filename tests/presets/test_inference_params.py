@@ -14,6 +14,7 @@ import torch
 import te_fuser
 from te_fuser.fuser import pipeline
 from tests.presets.layers import layer
+from tests.refused import raises
 from tests.twins import tensor
 
 F, L = 24, 9
@@ -182,14 +183,11 @@ def test_a_copy_goes_on_by_itself(copied: Any) -> None:
 
 def test_what_is_refused() -> None:
     made, x, params = layer(), tensor(2, 2, F, grad=False), Params(2, L)
-    with pytest.raises(NotImplementedError, match="is_paged asks for pages"):
-        Params(2, L, is_paged=True)
-    with pytest.raises(TypeError, match="takes no argument 'pages'"):
-        Params(2, L, pages=3)
+    raises(NotImplementedError, "is_paged asks for pages", Params, 2, L, is_paged=True)
+    raises(TypeError, "takes no argument 'pages'", Params, 2, L, pages=3)
     params.pre_step({0: 8, 1: 2})
     words = r"told 2 sequences with 8 tokens at most, and the call has 2 samples of 2 .* room for 8 tokens or more"
-    with pytest.raises(ValueError, match=words):
-        run(made, x, params)
+    raises(ValueError, words, run, made, x, params)
     with pytest.raises(ValueError, match="has 1 samples of 2 .* give a row for each sequence, from 2 to 2, with room"):
         run(made, x[:, :1], params)
     params.pre_step({0: 1, 1: 2})
@@ -197,14 +195,12 @@ def test_what_is_refused() -> None:
         run(made, x, params, self_attn_mask_type="arbitrary")
     with pytest.raises(ValueError, match="rotary_pos_emb has 2 positions, and sequences may have 9"):
         run(made, x, params, rotary_pos_emb=TABLE[:2])
-    with pytest.raises(TypeError, match=r"inference_params is te_fuser.InferenceParams or has max_batch_size"):
-        run(made, x, object())
+    raises(TypeError, r"inference_params is te_fuser.InferenceParams or has max_batch_size", run, made, x, object())
     both = layer(layer_number=1), layer(layer_number=1, kv_channels=5)
     params = Params(2, L)
     params.pre_step({0: 2, 1: 2})
     run(both[0], x, params)
-    with pytest.raises(ValueError, match="give each layer a layer_number of its own"):
-        run(both[1], x, params)
+    raises(ValueError, "give each layer a layer_number of its own", run, both[1], x, params)
 
 
 @pytest.mark.parametrize(
@@ -231,8 +227,7 @@ def test_what_is_refused() -> None:
 def test_steps_that_are_refused_change_nothing(step: Any, error: type[Exception], words: str) -> None:
     params = Params(2, L)
     params.pre_step({0: 8, 1: torch.tensor(2)})
-    with pytest.raises(error, match=words):
-        params.pre_step(step)
+    raises(error, words, params.pre_step, step)
     assert params.sequences == {0: 8, 1: 2} and params._steps == [8, 2]
 
 
@@ -254,8 +249,7 @@ def test_steps_without_a_sequence_or_its_caches() -> None:
     params.pre_step({0: 3, 1: 3})
     run(made, x[:3], params)
     params.pre_step({0: 1, 1: 1})
-    with pytest.raises(ValueError, match="no earlier step has caches of this layer"):
-        run(copy.deepcopy(made), x[3:4], params)
+    raises(ValueError, "no earlier step has caches of this layer", run, copy.deepcopy(made), x[3:4], params)
     torch.testing.assert_close(run(made, x[3:4], params), whole(made, x)[3:4])
 
 

@@ -14,6 +14,7 @@ import torch
 
 import te_fuser
 from tests.presets.layers import PRESETS, sample
+from tests.refused import raises
 
 WITH_WEIGHTS = [name for name in PRESETS if name not in ("LayerNorm", "RMSNorm", "DotProductAttention")]
 each = pytest.mark.parametrize("name", PRESETS)
@@ -35,8 +36,7 @@ def test_params_dtype_device_and_options_of_lists(name: str) -> None:
         assert all(p.is_meta for p in make().parameters())
         assert not any(p.is_meta for p in make(device="cpu").parameters())
     for bad in (torch.int32, "float32", 5):
-        with pytest.raises(TypeError, match="params_dtype is a floating-point dtype"):
-            make(params_dtype=bad)
+        raises(TypeError, "params_dtype is a floating-point dtype", make, params_dtype=bad)
     preset = PRESETS[name](memory="lean", kernels="reference", device="cpu")
     assert preset.memory == "lean" and preset.kernels == "reference"
 
@@ -61,8 +61,7 @@ def test_the_default_device_is_the_gpu_where_there_is_one_and_none_was_set(monke
 def test_unknown_keywords_name_the_nearest(name: str) -> None:
     with pytest.raises(TypeError, match=rf"{name}\(\) takes no argument 'param_dtype'; did you mean 'params_dtype'\?"):
         PRESETS[name](param_dtype=torch.float32)
-    with pytest.raises(TypeError, match=r"takes no argument 'zzzz'; it takes .*device, .*tp_size"):
-        PRESETS[name](zzzz=1)
+    raises(TypeError, r"takes no argument 'zzzz'; it takes .*device, .*tp_size", lambda: PRESETS[name](zzzz=1))
 
 
 NOTHING = {
@@ -149,8 +148,7 @@ def test_signature_of_a_subclass_is_its_own() -> None:
             super().__init__(features, features, **keywords)
 
     assert {"features", "bias", "device", "verify"} < inspect.signature(Square).parameters.keys()
-    with pytest.raises(TypeError, match=r"Square\(\) takes no argument 'bais'; did you mean 'bias'"):
-        Square(3, bais=False)
+    raises(TypeError, r"Square\(\) takes no argument 'bais'; did you mean 'bias'", Square, 3, bais=False)
     made = torch.nn.utils.skip_init(te_fuser.Linear, 4, 6, device="cpu")
     assert made.weight.shape == (6, 4) and not made.weight.is_meta
 
@@ -258,14 +256,11 @@ def test_groups_of_ranks(name: str, tmp_path: Path) -> None:
         assert all(m.tp_group is None for m in parts) and torch.equal(made(*given), want)
         made.set_tensor_parallel_group(group)
         assert all(m.tp_group is group for m in parts) and torch.equal(outer(*given), want)
-        with pytest.raises(TypeError, match="tp_group is a group of torch.distributed's, got 5"):
-            made.set_tensor_parallel_group(5)
+        raises(TypeError, "tp_group is a group of torch.distributed's, got 5", made.set_tensor_parallel_group, 5)
         later = PRESETS[name](tp_size=2, device="cpu")
-        with pytest.raises(RuntimeError, match="tp_size=2 takes a group: call set_tensor_parallel_group"):
-            later(*given)
+        raises(RuntimeError, "tp_size=2 takes a group: call set_tensor_parallel_group", later, *given)
         later.set_tensor_parallel_group(group)
-        with pytest.raises(RuntimeError, match="made for tp_size=2, its tp_group has 1 ranks"):
-            later(*given)
+        raises(RuntimeError, "made for tp_size=2, its tp_group has 1 ranks", later, *given)
         with pytest.raises(ValueError, match="tp_size=2, but tp_group has 1 ranks: leave tp_size out"):
             PRESETS[name](tp_group=group, tp_size=2, device="cpu")
     finally:

@@ -10,9 +10,10 @@ import torch
 
 import te_fuser
 from te_fuser import ops
-from tests.presets.layers import OWN, assert_same, forward_hook, leaves_of
+from tests.presets.layers import OWN, forward_hook, leaves_of
 from tests.presets.plain import activated, linear, normalized
-from tests.twins import randomize, tensor
+from tests.refused import raises
+from tests.twins import assert_same, randomize, tensor
 
 IN, OUT = 7, 12
 SPLIT = ("query_", "key", "value")
@@ -55,8 +56,7 @@ def test_linear_without_a_weight_takes_those_of_the_call(norm: bool) -> None:
     for _ in range(2):
         assert_same(layer(x, w, bias=b), linear(h(), w, b), leaves_of(layer, x, w=w, b=b))
     assert torch.equal(copy.deepcopy(layer)(x, w, b), layer(x, w, b))
-    with pytest.raises(TypeError, match="has no weight, by skip_weight_param_allocation"):
-        layer.to_torch()
+    raises(TypeError, "has no weight, by skip_weight_param_allocation", layer.to_torch)
     y, bias = made(skip_weight_param_allocation=True, return_bias=True)(x, weight=w, bias=b)
     assert bias is b
     torch.testing.assert_close(y, linear(x, w))
@@ -71,8 +71,7 @@ def test_weights_of_the_call_in_a_list() -> None:
         got = model(x, **{"0.weight": w, "0.bias": b})
         want = torch.nn.functional.gelu(linear(x, w, b), approximate="tanh")
         assert_same(got, want, {"x": x, "w": w, "b": b})
-        with pytest.raises(TypeError, match="weight"):
-            model(x)
+        raises(TypeError, "weight", model, x)
         forward_hook(layer)
 
 
@@ -93,8 +92,7 @@ def test_weights_of_the_call_in_lists_in_lists(kind: Any) -> None:
     leaves = {"x": x, "w": w, "v": v, "b": b, **dict(model.named_parameters())}
     assert_same(model(x, **given), meant(), leaves)
     assert_same(model.reference(x, **given), meant(), leaves)
-    with pytest.raises(TypeError, match=r"call the model with \*\*\{'1.1.weight': tensor\}"):
-        model(x, **{"0.0.weight": w, "0.0.bias": b})
+    raises(TypeError, r"call the model with \*\*\{'1.1.weight': tensor\}", model, x, **{"0.0.weight": w, "0.0.bias": b})
     with pytest.raises(TypeError, match=r"unknown input '0.weight'.*0.0.bias, 0.0.weight, 1.1.weight"):
         model(x, **given, **{"0.weight": w})
 
@@ -130,8 +128,7 @@ def test_a_group_of_another_size_is_noticed_by_lists_around() -> None:
     outer(x)
     layer.set_tensor_parallel_group(ops.Group("others", 2))
     for model in (layer, outer):
-        with pytest.raises(RuntimeError, match="made for tp_size=1, its tp_group has 2 ranks: make it with tp_size=2"):
-            model(x)
+        raises(RuntimeError, "made for tp_size=1, its tp_group has 2 ranks: make it with tp_size=2", model, x)
 
 
 HIDDEN, FFN = 7, 11
@@ -162,8 +159,7 @@ def test_checkpoints_with_and_without_fc1_bias() -> None:
     torch.testing.assert_close(fresh(x), without(x))
     with pytest.raises(RuntimeError, match="Unexpected key.*fc1_bias"):
         mlp(bias=False, fc1_bias=False).load_state_dict(with_it.state_dict())
-    with pytest.raises(RuntimeError, match="Missing key.*fc1_bias"):
-        mlp().load_state_dict(without.state_dict())
+    raises(RuntimeError, "Missing key.*fc1_bias", lambda: mlp().load_state_dict(without.state_dict()))
     outer = torch.nn.Sequential(mlp(bias=False))
     outer.load_state_dict({f"0.{name}": t for name, t in with_it.state_dict().items()})
     assert torch.equal(outer(x), with_it(x))

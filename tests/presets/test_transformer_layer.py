@@ -16,6 +16,7 @@ from te_fuser import ops
 from tests.presets.layers import BY_LENGTH, FFN, HEADS, LENGTHS, PAD, B, F, K, S, around, assert_as_meant, layer
 from tests.presets.plain import Call, causal
 from tests.presets.plain import layer as plain
+from tests.refused import raises
 from tests.twins import tensor
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -210,8 +211,7 @@ def test_to_torch_and_back(keywords: dict[str, Any]) -> None:
     ids=str,
 )
 def test_what_to_torch_does_not_know(keywords: dict[str, Any]) -> None:
-    with pytest.raises(NotImplementedError, match=r"to_torch\(\) knows"):
-        layer(**keywords).to_torch()
+    raises(NotImplementedError, r"to_torch\(\) knows", lambda: layer(**keywords).to_torch())
 
 
 @pytest.mark.parametrize(("keywords", "by_call"), [({}, True), ({"fuse_qkv_params": True, "num_gqa_groups": 2}, False)])
@@ -227,8 +227,7 @@ def test_masks(kind: str, keywords: dict[str, Any], by_call: bool) -> None:
     elif "padding" in kind:
         assert_as_meant(made, Call(hidden | around(PAD)), attention_mask=PAD, **given)
         assert_as_meant(made, Call(hidden | around(BY_LENGTH)), cu_seqlens_q=LENGTHS, **given)
-        with pytest.raises(ValueError, match="reads what is padding: give attention_mask"):
-            made(tensor(S, B, F), **given)
+        raises(ValueError, "reads what is padding: give attention_mask", made, tensor(S, B, F), **given)
     else:
         assert_as_meant(made, Call(hidden), **given)
 

@@ -11,9 +11,9 @@ import torch
 import te_fuser
 from te_fuser import ops
 from tests.presets import plain
-from tests.presets.layers import PAD, B, F, K, S, around, assert_same, layer
+from tests.presets.layers import PAD, B, F, K, S, around, layer
 from tests.presets.plain import Call, causal
-from tests.twins import tensor
+from tests.twins import assert_same, tensor
 
 P = 0.4
 ORDERS: dict[str, dict[str, Any]] = {

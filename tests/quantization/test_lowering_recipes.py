@@ -26,6 +26,7 @@ from te_fuser.recipe import (
     Recipe,
 )
 from tests.quantization.regions import assert_same, call
+from tests.refused import raises
 
 F, FFN, HEADS = 128, 256, 2
 RECIPES: dict[str, Recipe] = {
@@ -124,8 +125,7 @@ def test_a_recompute_that_lost_its_region_raises(reentrant: bool, recipe: Recipe
     model, x = mlp(), data().requires_grad_()
     with te.autocast(recipe=recipe):
         y = checkpoint(model, x, use_reentrant=reentrant)
-    with pytest.raises(RuntimeError, match="without the region that it ran in.*checkpoint_contexts"):
-        y.sum().backward()
+    raises(RuntimeError, "without the region that it ran in.*checkpoint_contexts", lambda: y.sum().backward())
     call(model, recipe, data())  # and everything goes on
 
 
@@ -161,8 +161,7 @@ def test_a_backward_that_raises_leaves_no_amax_to_the_next(
     with te.autocast(recipe=RECIPES["current"]):
         y = model(x)
     fails[0] = True
-    with pytest.raises(error, match="in between"):
-        y.backward(torch.full_like(y, 1000.0), retain_graph=True)
+    raises(error, "in between", y.backward, torch.full_like(y, 1000.0), retain_graph=True)
     fails[0] = False
     found = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)[0]
     assert torch.equal(found, torch.autograd.grad(y, x, torch.ones_like(y))[0])
@@ -189,8 +188,7 @@ def test_what_is_saved_beside_an_amax_outlives_a_backward_that_raises(monkeypatc
     with te.autocast(recipe=RECIPES["current"]):
         y = model(x)
     fails[0] = True
-    with pytest.raises(RuntimeError, match="in between"):
-        y.backward(torch.ones_like(y), retain_graph=True)
+    raises(RuntimeError, "in between", y.backward, torch.ones_like(y), retain_graph=True)
     fails[0] = False
     found = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)[0]
     assert torch.equal(found, torch.autograd.grad(y, x, torch.ones_like(y))[0])
@@ -390,8 +388,7 @@ def test_machines(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if words is None:
         products.check_machine(device, kind)
         return
-    with pytest.raises(RuntimeError, match=words):
-        products.check_machine(device, kind)
+    raises(RuntimeError, words, products.check_machine, device, kind)
     monkeypatch.setattr(config, "emulate_fp8", True)
     products.check_machine(device, kind)
 

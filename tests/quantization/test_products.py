@@ -14,6 +14,7 @@ from te_fuser import ops
 from te_fuser.quantization import states
 from te_fuser.quantization.products import device_of, products, products_of
 from te_fuser.recipe import DelayedScaling, Format
+from tests.refused import raises
 
 
 def test_products_stand_in_the_order_of_their_construction() -> None:
@@ -123,12 +124,10 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_arguments(case: str) -> None:
     call, error, words = BAD[case]
-    with pytest.raises(error, match=words):
-        call()
+    raises(error, words, call)
 
 
 def test_an_error_changes_nothing() -> None:
     model = Model()
-    with pytest.raises(ValueError, match="matches no product"):
-        te.precision(model, {"*": None, "typo": RECIPE})
+    raises(ValueError, "matches no product", te.precision, model, {"*": None, "typo": RECIPE})
     assert len(lengths(model)) == 5

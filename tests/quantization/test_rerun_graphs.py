@@ -21,6 +21,7 @@ from te_fuser.quantization.products import products_of
 from te_fuser.quantization.state import SCALED, blocks, ensure, state_of
 from te_fuser.recipe import DelayedScaling
 from tests.quantization.regions import FFN, F, data, on
+from tests.refused import raises
 
 MODELS: dict[str, Callable[[], Any]] = {
     "mlp": lambda: te.Sequential(ops.LayerNorm(F), ops.Linear(F, FFN), ops.GELU(), ops.Linear(FFN, F)),
@@ -195,8 +196,7 @@ def test_recipes_of_products_are_those_of_the_capture(stream: Stream) -> None:
     with on():
         for weight in products_of(model).values():
             ensure(weight, other, torch.device("cpu"))
-        with pytest.raises(ValueError, match="ran by a second recipe in this region"):
-            replayed(leaf(0))
+        raises(ValueError, "ran by a second recipe in this region", replayed, leaf(0))
 
 
 OTHER = DelayedScaling(amax_history_len=3, margin=1)
@@ -225,8 +225,7 @@ def test_what_was_captured_outside_of_regions_and_models_without_products(stream
     model, _ = pair("mlp")
     replayed = te.cuda_graph(model, leaf(0))
     with on():
-        with pytest.raises(ValueError, match="captured outside of regions of FP8, and is called in one: capture again"):
-            replayed(leaf(0))
+        raises(ValueError, "captured outside of regions of FP8, and is called in one: capture again", replayed, leaf(0))
         with te.autocast(enabled=False):
             replayed(leaf(0))
     replayed(leaf(0))
@@ -268,8 +267,7 @@ def test_captures_by_hand_and_what_replays_would_do_again_are_refused(stream: St
             model(x)
             with pytest.raises(NotImplementedError, match=r"captured by hand: .*te_fuser.cuda_graph\(model, x\)"):
                 stream.captured(model, x)
-    with pytest.raises(RuntimeError, match="amaxes are folded while a CUDA graph is captured"):
-        stream.captured(lambda: states(model))
+    raises(RuntimeError, "amaxes are folded while a CUDA graph is captured", stream.captured, lambda: states(model))
     with on(), pytest.raises(RuntimeError, match="scales are read by a first graph while a CUDA graph is captured"):
         te.cuda_graph(model, leaf(0), warmup=0)
     graphed(model)

@@ -18,6 +18,7 @@ from te_fuser.quantization.scale_update import scales_of
 from te_fuser.quantization.state import ROLES
 from te_fuser.recipe import DelayedScaling
 from tests.quantization.folded import RECIPE, mean_of, product, recorded, step
+from tests.refused import raises
 
 
 def test_paths_of_lists_and_presets() -> None:
@@ -111,8 +112,7 @@ def test_a_product_by_itself_has_no_path_and_counts_are_asked_outside_of_regions
 @pytest.mark.parametrize("function", [states, not_finite])
 def test_models_are_modules(function: Callable[[Any], Any], given: Any) -> None:
     words = rf"quantization\.{function.__name__} takes the model .*, got {type(given).__name__}: give"
-    with pytest.raises(TypeError, match=words):
-        function(given)
+    raises(TypeError, words, function, given)
 
 
 LOOKS: dict[str, Any] = {
@@ -268,5 +268,4 @@ def test_functions_are_tried_before_anything_runs(case: str) -> None:
     op = ops.MatMul(16, 16)
     with te.autocast(recipe=RECIPE), te.autocast(recipe=recipe), pytest.raises(ValueError, match=words):
         op(torch.randn(2, 16))
-    with pytest.raises(ValueError, match=words):
-        te.precision(te.Sequential(op), {"0": recipe})
+    raises(ValueError, words, te.precision, te.Sequential(op), {"0": recipe})

@@ -23,6 +23,7 @@ from te_fuser.quantization.state import ROLES, ReadyCheck, blocks
 from te_fuser.recipe import DelayedScaling
 from te_fuser.recipe.region import recomputed
 from tests.quantization.folded import RECIPE, ensure, product, recorded, same, state_of
+from tests.refused import raises
 
 
 def trained(recipe: DelayedScaling = RECIPE, steps: int = 2, model: Any = None) -> Any:
@@ -241,8 +242,7 @@ def test_presets_have_state_by_the_names_of_their_weights(make: Any, prefixes: t
 )
 def test_what_is_no_state_is_unexpected(name: str, tensor: torch.Tensor) -> None:
     op = ops.MatMul(16, 16)
-    with pytest.raises(RuntimeError, match=name):
-        op.load_state_dict({**op.state_dict(), name: tensor}, strict=True)
+    raises(RuntimeError, name, op.load_state_dict, {**op.state_dict(), name: tensor}, strict=True)
     with pytest.raises(RuntimeError, match="fp8_scale"):
         ops.LayerNorm(3).load_state_dict({**ops.LayerNorm(3).state_dict(), "fp8_scale": torch.ones(3)}, strict=True)
 

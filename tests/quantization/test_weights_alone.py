@@ -16,6 +16,7 @@ from te_fuser.quantization import microbatch, states
 from te_fuser.quantization.products import products_of
 from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 from tests.float8 import E4M3, codes
+from tests.refused import raises
 
 F, FFN, HEADS = 64, 128, 4
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -225,8 +226,7 @@ def test_refused_in_words(name: str) -> None:
     narrow, _ = made("Linear")
     does, words = REFUSED[name]
     before = {k: t.clone() for k, t in narrow.state_dict().items() if "history" not in k}
-    with pytest.raises((RuntimeError, TypeError), match=words):
-        does(narrow)
+    raises((RuntimeError, TypeError), words, does, narrow)
     assert all(torch.equal(narrow.state_dict()[k].float(), t.float()) for k, t in before.items())
 
 
@@ -238,8 +238,7 @@ def test_one_weight_of_two_modules_is_refused(kind: Any, ran: bool) -> None:
     if ran:
         run(model, data(16, 32))
     model[1].weight = model[0].weight
-    with pytest.raises(RuntimeError, match="is another product's, too, which has a scale of its own"):
-        run(model, data(16, 32))
+    raises(RuntimeError, "is another product's, too, which has a scale of its own", run, model, data(16, 32))
 
 
 @pytest.mark.parametrize("kind", [ops.Linear, te.Linear])
@@ -270,10 +269,7 @@ def test_what_was_written_in_place_is_refused(ran: bool) -> None:
         y = run(twin, x) if ran else None
         with torch.no_grad():
             twin.fc2_weight.copy_(10 * wide.fc2_weight)
-        with pytest.raises(
-            RuntimeError, match="was written in place, which its scale knows nothing of.*load_state_dict"
-        ):
-            run(twin, x)
+        raises(RuntimeError, "was written in place, which its scale knows nothing of.*load_state_dict", run, twin, x)
         twin.load_state_dict(wide.state_dict(), strict=False)
         assert y is None or torch.allclose(run(twin, x), y, rtol=0.02, atol=0.02)
 
@@ -310,11 +306,9 @@ def test_what_was_written_in_place_in_inference_mode_is_refused(way: str, ran: b
         if ran:
             torch.testing.assert_close(run(narrow, x), run(wide, x), rtol=0.1, atol=0.1)
         narrow.fc2_weight.copy_(10 * wide.fc2_weight)
-        with pytest.raises(RuntimeError, match="was written in place, which its scale knows nothing of"):
-            run(narrow, x)
+        raises(RuntimeError, "was written in place, which its scale knows nothing of", run, narrow, x)
         narrow.fc2_weight = torch.nn.Parameter(narrow.fc2_weight.clone(), requires_grad=False)
-        with pytest.raises(RuntimeError, match="made in torch.inference_mode.*, of which writes are not told: make it"):
-            run(narrow, x)
+        raises(RuntimeError, "made in torch.inference_mode.*, of which writes are not told: make it", run, narrow, x)
         narrow.load_state_dict(wide.state_dict(), strict=False)
         torch.testing.assert_close(run(narrow, x), run(wide, x), rtol=0.1, atol=0.1)
 
@@ -326,8 +320,7 @@ def test_checkpoints_that_do_not_fit_and_other_precisions_are_refused() -> None:
     for model in (narrow, wide):
         with pytest.raises(ValueError, match="in 8 bits in the checkpoint, which has no query_key_value_fp8_scale"):
             model.load_state_dict(alone, strict=False)
-    with pytest.raises(ValueError, match="have one scale"):
-        narrow.load_state_dict({"query_weight": wide.query_weight}, strict=False)
+    raises(ValueError, "have one scale", narrow.load_state_dict, {"query_weight": wide.query_weight}, strict=False)
     with pytest.raises(ValueError, match="have one scale"):
         narrow.load_state_dict({**saved, "query_weight": wide.query_weight}, strict=False)
     narrow, _ = made("LayerNormMLP")
@@ -335,8 +328,7 @@ def test_checkpoints_that_do_not_fit_and_other_precisions_are_refused() -> None:
     with torch.no_grad(), te.autocast(recipe=own), pytest.raises(RuntimeError, match="override_linear_precision"):
         narrow(data(3, F))
     te.precision(narrow, {"fc1": None})
-    with pytest.raises(RuntimeError, match="no product of 8 bits here: te.precision says so"):
-        run(narrow, data(3, F))
+    raises(RuntimeError, "no product of 8 bits here: te.precision says so", run, narrow, data(3, F))
 
 
 KEPT = DelayedScaling(override_linear_precision=(True, False, False))

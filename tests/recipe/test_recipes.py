@@ -27,6 +27,7 @@ from te_fuser.recipe import (
     Recipe,
     region,
 )
+from tests.refused import raises
 
 FAST, SPLIT = MMParams(use_split_accumulator=False), MMParams(use_split_accumulator=True)
 KINDS = (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling)
@@ -93,8 +94,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_recipes(case: str) -> None:
     make, error, words = BAD[case]
-    with pytest.raises(error, match=words):
-        make()
+    raises(error, words, make)
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,7 @@ def test_scales_that_are_none_are_refused_where_a_region_is_entered(given: Any) 
 
     with pytest.raises(TypeError, match=r"^Odd: own_scales are three OwnScales.*, got "), te.autocast(recipe=Odd()):
         pass
-    with pytest.raises(TypeError, match=r"^Odd: own_scales are three"):
-        te.precision(te.Linear(64, 64), {"*": Odd()})
+    raises(TypeError, r"^Odd: own_scales are three", te.precision, te.Linear(64, 64), {"*": Odd()})
 
 
 RECIPE, OTHER = DelayedScaling(amax_history_len=4), DelayedScaling(amax_history_len=8)
@@ -285,8 +284,7 @@ def test_keys_are_all_that_plans_depend_on() -> None:
     ],
 )
 def test_bad_arguments(call: Any, words: str) -> None:
-    with pytest.raises(TypeError, match=words):
-        call()
+    raises(TypeError, words, call)
 
 
 @pytest.mark.parametrize("given", [3, None, torch.ones(2)])
@@ -318,8 +316,7 @@ def test_what_runs_again_has_its_regions_and_backwards_enter_none(calls: list[re
         assert region.current() == region.Region(OTHER)
     assert calls == [] and not region.recomputing() and region.current() is None
     x = torch.ones(1, requires_grad=True)
-    with pytest.raises(RuntimeError, match="inside of a backward.*checkpoint_contexts"):
-        InBackward.apply(x).backward()
+    raises(RuntimeError, "inside of a backward.*checkpoint_contexts", lambda: InBackward.apply(x).backward())
     with te.autocast(recipe=RECIPE):
         InBackward.apply(x).backward()  # it is inside of another one
     assert len(calls) == 1

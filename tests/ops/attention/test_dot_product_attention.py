@@ -20,6 +20,7 @@ from te_fuser.ops.base import OpCall, Spec
 from tests.kernels.attention.cases import LAYOUTS, PACKINGS, boolean_mask
 from tests.ops import attention_cases
 from tests.presets.plain import Call, attend
+from tests.refused import raises
 
 SAMPLES, POSITIONS = 2, 7
 STREAM = random.RandomStream(seed=0x1234_5678_9ABC, offset=5, stream=3)
@@ -166,8 +167,7 @@ def test_dropout_draws_in_pieces_as_in_one_and_of_everything_gives_zeros(monkeyp
 
 def test_draws_only_in_training():
     op, _, x, dy = make(dropout=0.5)
-    with pytest.raises(RuntimeError, match="random stream"):
-        op.op_forward(OpCall(), x)
+    raises(RuntimeError, "random stream", op.op_forward, OpCall(), x)
     assert op.settings().dropout == 0.5
     op.eval()
     assert not op.draws() and op.settings().dropout == 0.0
@@ -230,14 +230,11 @@ def spec(*shape, dtype=torch.float32, device="cpu"):
 def test_infer_and_flops():
     op = DotProductAttention(4, 8, kv_heads=2, mask="none", layout="sequence_first")
     assert op.infer(spec(7, 2, 64)) == spec(7, 2, 32)
-    with pytest.raises(ValueError, match=r"\(4 \+ 2 \* 2\) \* 8 = 64 features, got 63"):
-        op.infer(spec(7, 2, 63))
-    with pytest.raises(ValueError, match=r"\[sequence, batch, features\], got 2 dimensions: \[7, 64\]"):
-        op.infer(spec(7, 64))
+    raises(ValueError, r"\(4 \+ 2 \* 2\) \* 8 = 64 features, got 63", op.infer, spec(7, 2, 63))
+    raises(ValueError, r"\[sequence, batch, features\], got 2 dimensions: \[7, 64\]", op.infer, spec(7, 64))
     with pytest.raises(ValueError, match=r"\[batch, sequence, features\], got 4 dimensions"):
         DotProductAttention(4, 8, layout="batch_first", mask="none").infer(spec(1, 2, 3, 96))
-    with pytest.raises(TypeError, match=r"got torch\.int64: convert"):
-        op.infer(spec(7, 2, 64, dtype=torch.int64))
+    raises(TypeError, r"got torch\.int64: convert", op.infer, spec(7, 2, 64, dtype=torch.int64))
     assert op.flops(spec(10, 2, 64), {}) == 4 * 2 * 4 * 100 * 8
     assert (
         DotProductAttention(4, 8, kv_heads=2, mask="causal", layout="sequence_first").flops(spec(10, 2, 64), {})
@@ -283,8 +280,7 @@ def test_check_inputs():
     assert not op.named_inputs()["attention_mask"].gradient
     for shape in ((2, 4, 7, 7), (2, 1, 1, 7), (7, 7), (4, 7, 7), (7,), (), (1, 1, 7, 1)):
         op.check_inputs(x, {"attention_mask": spec(*shape, dtype=torch.bool)})
-    with pytest.raises(ValueError, match="boolean tensor 'padding': call the model with padding="):
-        op.check_inputs(x, {})
+    raises(ValueError, "boolean tensor 'padding': call the model with padding=", op.check_inputs, x, {})
     with pytest.raises(TypeError, match=r"'padding' is torch\.float32.*True = masked.*padding < 0"):
         op.check_inputs(x, {"attention_mask": spec(7, 7)})
     with pytest.raises(ValueError, match=r"\[7, 6\], which does not broadcast to .* = \[2, 4, 7, 7\]"):
@@ -330,8 +326,7 @@ def test_a_changed_attribute_is_a_changed_op():
      ({"mask": "none", "layout": "batch_first", "scores": {}}, TypeError, "scores is an AttentionScores")],
 )  # fmt: skip
 def test_mask_and_layout_have_to_be_told(said: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        DotProductAttention(2, 4, **said)
+    raises(error, words, DotProductAttention, 2, 4, **said)
     made = DotProductAttention(2, 4, mask="causal", layout="batch_first")
     assert copy.deepcopy(made).mask == pickle.loads(pickle.dumps(made)).mask == "causal"
     told = inspect.signature(DotProductAttention).parameters

@@ -12,8 +12,9 @@ from te_fuser.formula import random
 from te_fuser.ops.attention.dot_product_attention import DotProductAttention
 from te_fuser.ops.attention.heads import Apart, ApartHeads
 from te_fuser.ops.attention.math import kept
-from te_fuser.ops.base import OpCall, Spec
-from tests.ops.attention_cases import by_formula, close, in_layout, run, tensor
+from te_fuser.ops.base import Spec
+from tests.ops.attention_cases import by_formula, check, in_layout, run, tensor
+from tests.refused import raises
 
 LAYOUTS = ("sequence_first", "batch_first")
 STREAM = random.RandomStream(seed=0x1234_5678_9ABC, offset=5, stream=3)
@@ -62,18 +63,8 @@ def test_values_and_gradients(layout, kv_heads, packing):
         want = in_layout(by_formula(q, k, v, seen, scale=dim**-0.5), layout)
         dy = tensor(*want.shape, seed=4)
         gq, gk, gv = torch.autograd.grad(want, (q, k, v), dy)
-        wanted = (in_layout(gq, layout), *others_of(gk, gv).values())
-        y, dx, others = run(op, x.detach(), dy, {n: t.detach() for n, t in inputs.items()})
-        close(y, want.detach())
-        close(dx, wanted[0])
-        for name, gradient in zip(inputs, wanted[1:], strict=True):
-            close(others[name], gradient)
-        leaves = {n: t.detach().requires_grad_() for n, t in inputs.items()}
-        leaf = x.detach().requires_grad_()
-        reference = op.reference(OpCall(dict(leaves)), leaf)
-        close(reference.detach(), want.detach())
-        for ours, gradient in zip(torch.autograd.grad(reference, (leaf, *leaves.values()), dy), wanted, strict=True):
-            close(ours, gradient)
+        wanted = {"input": in_layout(gq, layout), **others_of(gk, gv)}
+        check(op, x.detach(), {n: t.detach() for n, t in inputs.items()}, want, wanted, dy)
 
 
 def test_the_given_names_are_read():
@@ -101,13 +92,10 @@ def test_dropout_and_a_given_mask():
     want = in_layout(torch.cat(out, 1), "batch_first")
     assert (want[1, 2, :4] == 0).all()
     dy = tensor(*want.shape, seed=4)
-    wanted = torch.autograd.grad(want, (q, k, v), dy)
-    inputs = {"key": in_layout(k, "batch_first").detach(), "value": in_layout(v, "batch_first").detach()}
-    x = in_layout(q, "batch_first").detach()
-    y, dx, others = run(op, x, dy, {**inputs, "attention_mask": hidden}, STREAM)
-    close(y, want.detach())
-    for ours, gradient in zip((dx, others["key"], others["value"]), wanted, strict=True):
-        close(ours, in_layout(gradient, "batch_first"))
+    names, grads = ("input", "key", "value"), torch.autograd.grad(want, (q, k, v), dy)
+    x, *others = (in_layout(t, "batch_first").detach() for t in (q, k, v))
+    wanted = {name: in_layout(g, "batch_first") for name, g in zip(names, grads, strict=True)}
+    check(op, x, {**dict(zip(names[1:], others, strict=True)), "attention_mask": hidden}, want, wanted, dy, STREAM)
 
 
 @pytest.mark.parametrize("sizes", [(0, 3, 2), (3, 0, 2), (3, 2, 0), (0, 0, 0)])
@@ -142,8 +130,7 @@ def spec(*shape, dtype=torch.float32):
 def test_what_cannot_be_is_refused():
     op = DotProductAttention(4, 8, kv_heads=2, packing=Apart(value_dim=5), mask="none", layout="sequence_first")
     assert op.infer(spec(7, 2, 32)) == spec(7, 2, 20)
-    with pytest.raises(ValueError, match=r"queries of heads \* head_dim = 4 \* 8 = 32 features, got 64"):
-        op.infer(spec(7, 2, 64))
+    raises(ValueError, r"queries of heads \* head_dim = 4 \* 8 = 32 features, got 64", op.infer, spec(7, 2, 64))
     x, key, value = spec(7, 2, 32), spec(3, 2, 16), spec(3, 2, 10)
     op.check_inputs(x, {"key": key, "value": value})
     for inputs, words in (
@@ -156,13 +143,11 @@ def test_what_cannot_be_is_refused():
         ({"key": spec(3, 1, 16), "value": value}, "'key' has 1 samples, the queries 2"),
         ({"key": spec(3, 16), "value": value}, r"input 'key', takes \[sequence, batch, features\], got 2 dimensions"),
     ):
-        with pytest.raises(ValueError, match=words):
-            op.check_inputs(x, inputs)
+        raises(ValueError, words, op.check_inputs, x, inputs)
     with pytest.raises(TypeError, match="'value', takes float32"):
         op.check_inputs(x, {"key": key, "value": spec(3, 2, 10, dtype=torch.int64)})
     with pytest.raises(ValueError, match="two inputs are called 'key'"):
         DotProductAttention(2, 4, packing=Apart(value="key"), mask="none", layout="sequence_first")
-    with pytest.raises(ValueError, match="value_dim is 0"):
-        Apart(value_dim=0)
+    raises(ValueError, "value_dim is 0", Apart, value_dim=0)
     with pytest.raises(ValueError, match="packing='both' is unknown"):
         DotProductAttention(2, 4, packing="both", mask="none", layout="sequence_first")

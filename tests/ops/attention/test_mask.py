@@ -11,7 +11,9 @@ from te_fuser import ops
 from te_fuser.ops.attention.dot_product_attention import DotProductAttention
 from te_fuser.ops.attention.mask import AttentionMask
 from te_fuser.ops.base import OpCall, Spec
-from tests.ops.attention_cases import by_formula, close, in_layout, run, tensor
+from tests.ops import attention_cases
+from tests.ops.attention_cases import by_formula, in_layout, run, tensor
+from tests.refused import raises
 
 WINDOWS = [None, (2, 1), (0, 0), (None, 2), (3, None)]
 
@@ -39,21 +41,13 @@ def check(op, q, k, v, inputs, seen, layout):
     """Forward, backward and reference of `op` against the formula."""
     want = in_layout(by_formula(q, k, v, seen, scale=op.scale), layout)
     dy = tensor(*want.shape, seed=4)
-    wanted = [in_layout(g, layout) for g in torch.autograd.grad(want, (q, k, v), dy)]
-    x, key, value = (in_layout(t, layout).detach() for t in (q, k, v))
+    given, wanted = (
+        {name: in_layout(t, layout) for name, t in zip(("input", "key", "value"), ts, strict=True)}
+        for ts in ((q.detach(), k.detach(), v.detach()), torch.autograd.grad(want, (q, k, v), dy))
+    )
     if op.packing == "blocked":
-        x, others = torch.cat((x, key, value), -1), {}
-        wanted = [torch.cat(wanted, -1)]
-    else:
-        others = {"key": key, "value": value}
-    y, dx, made = run(op, x, dy, {**others, **inputs})
-    close(y, want.detach())
-    for ours, gradient in zip((dx, *made.values()), wanted, strict=True):
-        close(ours, gradient)
-    leaf = x.requires_grad_()
-    reference = op.reference(OpCall({**others, **inputs}), leaf)
-    close(reference.detach(), want.detach())
-    close(torch.autograd.grad(reference, leaf, dy)[0], wanted[0])
+        given, wanted = ({"input": torch.cat([*ts.values()], -1)} for ts in (given, wanted))
+    attention_cases.check(op, given.pop("input"), {**given, **inputs}, want, wanted, dy)
 
 
 def parts(queries, keys, samples=2, heads=2, dim=3):
@@ -121,16 +115,11 @@ def test_masks_that_cannot_be_and_padding_that_does_not_fit():
         ((2, 5), torch.bool, ValueError, r"takes \[batch, 1, 1, positions\] = \[2, 1, 1, 5\]; give mask\[:, None"),
         ((2, 1, 1, 5), torch.float32, TypeError, "takes booleans, True = padding"),
     ):
-        with pytest.raises(error, match=words):
-            op.check_inputs(x, {"padding": Spec(shape, dtype, x.device)})
-    with pytest.raises(ValueError, match="reads padding from 'ours'"):
-        op.check_inputs(x, {})
-    with pytest.raises(ValueError, match=r"window is \(left, right\).*got \(-1, 0\)"):
-        AttentionMask(window=(-1, 0))
-    with pytest.raises(ValueError, match="corner='left' is unknown; use one of 'top_left', 'bottom_right'"):
-        AttentionMask(corner="left")
-    with pytest.raises(ValueError, match="keyword argument"):
-        AttentionMask(lengths="my lengths")
+        raises(error, words, op.check_inputs, x, {"padding": Spec(shape, dtype, x.device)})
+    raises(ValueError, "reads padding from 'ours'", op.check_inputs, x, {})
+    raises(ValueError, r"window is \(left, right\).*got \(-1, 0\)", AttentionMask, window=(-1, 0))
+    raises(ValueError, "corner='left' is unknown; use one of 'top_left', 'bottom_right'", AttentionMask, corner="left")
+    raises(ValueError, "keyword argument", AttentionMask, lengths="my lengths")
 
 
 @pytest.mark.parametrize("layout", ["sequence_first", "batch_first"])
@@ -229,8 +218,7 @@ def test_a_given_mask_hides_too():
     ],
 )
 def test_arguments(arguments, words):
-    with pytest.raises(ValueError, match=words):
-        DotProductAttention(2, 4, **{"mask": "none", "layout": "sequence_first", **arguments})
+    raises(ValueError, words, DotProductAttention, 2, 4, **{"mask": "none", "layout": "sequence_first", **arguments})
 
 
 def spec(*shape, dtype=torch.int32):
@@ -246,8 +234,7 @@ def test_inputs():
         ({"lengths": spec(4)}, ValueError, r"'n' has shape \[4\]; DotProductAttention takes lengths \[3\]"),
         ({"lengths": spec(3, dtype=torch.float32)}, TypeError, r"'n' is torch.float32; .* whole numbers"),
     ):
-        with pytest.raises(kind, match=words):
-            op.check_inputs(x, given)
+        raises(kind, words, op.check_inputs, x, given)
     names = {name: name for name in ("lengths", "key_lengths", "offsets", "key_offsets")}
     op = DotProductAttention(2, 4, mask=AttentionMask(**names), layout="tokens", packing="apart")
     x = spec(7, 8, dtype=torch.float32)
@@ -255,8 +242,7 @@ def test_inputs():
     op.check_inputs(x, {**others, "offsets": spec(4), "key_offsets": spec(4)})
     with pytest.raises(ValueError, match=r"say \[4, 5\]; DotProductAttention takes as many of both"):
         op.check_inputs(x, {**others, "key_lengths": spec(4), "offsets": spec(4), "key_offsets": spec(5)})
-    with pytest.raises(ValueError, match=r"takes \[tokens, features\], got 3 dimensions"):
-        op.infer(spec(1, 7, 8, dtype=torch.float32))
+    raises(ValueError, r"takes \[tokens, features\], got 3 dimensions", op.infer, spec(1, 7, 8, dtype=torch.float32))
     assert op.infer(x) == x
 
 
@@ -299,7 +285,5 @@ def test_what_lies_outside_is_refused_on_a_cpu(mask: AttentionMask, counts: dict
     x = tensor(*((7,) if mask.offsets else (2, 7)), op.packed.features)
     given = {argument: torch.tensor(counts[name]) for argument, name in mask.names.items()}
     given |= {name: tensor(2, 5, 8) for name in ("key", "value")} if mask is BOTH else {}
-    with pytest.raises(ValueError, match=words):
-        run(op, x, torch.ones_like(x[..., :8]), given)
-    with pytest.raises(ValueError, match=words):
-        op.reference(OpCall(given), x)
+    raises(ValueError, words, run, op, x, torch.ones_like(x[..., :8]), given)
+    raises(ValueError, words, op.reference, OpCall(given), x)
