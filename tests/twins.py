@@ -88,7 +88,7 @@ def _tensors(made: Any) -> tuple[torch.Tensor, ...]:
 def assert_same(
     got: Any, want: Any, leaves: Mapping[str, torch.Tensor] | Iterable[torch.Tensor], tolerance: float | None = 1e-10
 ) -> None:
-    """Values and the gradients of all leaves, for one set of random output gradients; 0: bit for bit, None: as PyTorch."""
+    """Values and the gradients of all leaves, for random output gradients; 0: bit for bit, None: as PyTorch."""
     ours, theirs = _tensors(got), _tensors(want)
     assert len(ours) == len(theirs)
     named = leaves if isinstance(leaves, Mapping) else {f"leaf {k}": leaf for k, leaf in enumerate(leaves)}

@@ -377,15 +377,11 @@ CHANGES: dict[str, tuple[str, list[Change], int, dict[str, str]]] = {
     "scaling": ("llama", [lambda m: setattr(layer_of(m).self_attn, "scaling", 0.1)], 0, {}),
     "no norm": ("qwen3", [lambda m: setattr(layer_of(m).self_attn, "q_norm", nn.Identity())], 0, NO_NORM),
     "biases": ("llama", [lambda m: set_biases(m, 0.5), lambda m: set_biases(m, None)], 0, NO_BIAS),
-    **{
-        f"eps, {family}": (family, [lambda m: set_eps(layer_of(m), "norm", "ln")], 0, {})
-        for family in ("gpt2", "llama", "gemma2", "qwen3", "gemma3")
-    },
-    **{
-        f"eps of some heads, {family}": (family, [lambda m: set_eps(layer_of(m, 1), "k_norm")], 1, DIFFER)
-        for family in ("qwen3", "gemma3")
-    },
-}
+    **{f"eps, {family}": (family, [lambda m: set_eps(layer_of(m), "norm", "ln")], 0, {}) for family in ("gpt2", "llama",
+     "gemma2", "qwen3", "gemma3")},
+    **{f"eps of some heads, {family}": (family, [lambda m: set_eps(layer_of(m, 1), "k_norm")], 1,
+     DIFFER) for family in ("qwen3", "gemma3")},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHANGES)

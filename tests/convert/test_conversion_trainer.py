@@ -20,16 +20,11 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], float]] = {
     "evaluating": ({"eval_strategy": "steps", "eval_steps": 2}, 1e-5),
     "accumulating": ({"gradient_accumulation_steps": 2}, 1e-5),
     "checkpointing": ({"gradient_checkpointing": True}, 1e-5),
-    "re-entering": (
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-        1e-5,
-    ),
+    "re-entering": ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, 1e-5),
     "bfloat16": ({"bf16": True}, 2e-2),
-    "all": (
-        {"bf16": True, "gradient_checkpointing": True, "gradient_accumulation_steps": 2, "max_grad_norm": 0.1},
-        2e-2,
-    ),
-}
+    "all": ({"bf16": True, "gradient_checkpointing": True, "gradient_accumulation_steps": 2, "max_grad_norm": 0.1},
+     2e-2),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("arguments", ARGUMENTS)

@@ -21,12 +21,10 @@ TWINS: dict[str, tuple[Callable[..., FusableOperation], Callable[..., torch.nn.M
     "matmul": (lambda **k: ops.MatMul(6, 4, **k), lambda **k: torch.nn.Linear(6, 4, False, **k)),
     "layer_norm": (lambda **k: ops.LayerNorm(6, **k), lambda **k: torch.nn.LayerNorm(6, **k)),
     "layer_norm_tuple": (lambda **k: ops.LayerNorm((6,), **k), lambda **k: torch.nn.LayerNorm((6,), **k)),
-    "layer_norm_no_bias": (
-        lambda **k: ops.LayerNorm(6, bias=False, **k),
-        lambda **k: torch.nn.LayerNorm(6, bias=False, **k),
-    ),
+    "layer_norm_no_bias": (lambda **k: ops.LayerNorm(6, bias=False, **k),
+     lambda **k: torch.nn.LayerNorm(6, bias=False, **k)),
     "rms_norm": (lambda **k: ops.RMSNorm([6], **k), lambda **k: torch.nn.RMSNorm([6], **k)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TWINS)

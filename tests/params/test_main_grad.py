@@ -335,13 +335,11 @@ MODELS: dict[str, Callable[[], Any]] = {
     "LayerNormLinear, split": lambda: te_fuser.LayerNormLinear(8, 12, parameters_split=("q", "k", "v"), **OWN),
     "LayerNormMLP": lambda: te_fuser.LayerNormMLP(8, 20, activation="swiglu", **OWN),
     "LayerNormMLP, checkpoint": lambda: te_fuser.LayerNormMLP(8, 20, checkpoint=True, **OWN),
-    "TransformerLayer": lambda: te_fuser.TransformerLayer(
-        8, 20, 2, fuse_qkv_params=True, hidden_dropout=0.0, attention_dropout=0.0, **OWN
-    ),
-    "verified": lambda: te_fuser.Sequential(
-        ops.LayerNorm(8), ops.Linear(8, 8, accumulate_into_main_grad=True), ops.GELU(), verify=True
-    ),
-}
+    "TransformerLayer": lambda: te_fuser.TransformerLayer(8, 20, 2, fuse_qkv_params=True, hidden_dropout=0.0,
+     attention_dropout=0.0, **OWN),
+    "verified": lambda: te_fuser.Sequential(ops.LayerNorm(8), ops.Linear(8, 8, accumulate_into_main_grad=True),
+     ops.GELU(), verify=True),
+}  # fmt: skip
 WAYS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "call": lambda model, x: model(x),
     "checkpoint": lambda model, x: checkpoint(model, x, use_reentrant=False),

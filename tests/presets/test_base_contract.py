@@ -369,13 +369,10 @@ MARKED: list[tuple[str, dict[str, Any], tuple[Any, ...]]] = [
     ("LayerNorm", {}, (WHOLE, WHOLE)),
     ("RMSNorm", {}, (WHOLE,)),
     ("MultiheadAttention", {"softmax_type": "learnable"}, (ALONE, WHOLE, ALONE, ALONE, WHOLE)),
-    (
-        "MultiheadAttention",
-        {"set_parallel_mode": True, "softmax_type": "learnable"},
-        (ROWS, ROWS, ROWS, COLUMNS, WHOLE),
-    ),
+    ("MultiheadAttention", {"set_parallel_mode": True, "softmax_type": "learnable"},
+     (ROWS, ROWS, ROWS, COLUMNS, WHOLE)),
     ("MultiheadAttention", {"set_parallel_mode": True, "fuse_qkv_params": False}, (*[ROWS] * 6, COLUMNS, WHOLE)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "keywords", "marks"), MARKED)

@@ -1,4 +1,4 @@
-"""Reference of a call in plain PyTorch, and its plan: for every call that forward takes."""
+"""Calls that presets take: their reference, looks, plans and exports, and sizes that are planned ahead."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 import te_fuser
 from te_fuser import ops
+from te_fuser.fuser import pipeline
 from tests.looking import plans_that_run
 from tests.needs import needs_follower
 from tests.presets.layers import HEADS, LENGTHS, OWN, PAD, B, F, K, S, attention, layer
@@ -43,25 +44,19 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "norm": (lambda: randomize(te_fuser.LayerNorm(F, **OWN)), {}),
     "attention": (attention, {}),
     "attention, mask": (attention, {"attention_mask": PAD, "attn_mask_type": "padding"}),
-    "attention, beside": (
-        lambda: attention(input_layernorm=True, return_layernorm_output=True, return_bias=True),
-        {"window_size": (1, 0), "rotary_pos_emb": ANGLES},
-    ),
-    "attention, cross": (
-        lambda: attention(attention_type="cross", attn_mask_type="no_mask"),
-        {"encoder_output": MEMORY, "attention_mask": (None, (torch.arange(K) > 3).expand(B, 1, 1, K))},
-    ),
+    "attention, beside": (lambda: attention(input_layernorm=True, return_layernorm_output=True, return_bias=True),
+     {"window_size": (1, 0), "rotary_pos_emb": ANGLES}),
+    "attention, cross": (lambda: attention(attention_type="cross", attn_mask_type="no_mask"),
+     {"encoder_output": MEMORY, "attention_mask": (None, (torch.arange(K) > 3).expand(B, 1, 1, K))}),
     "layer": (layer, {}),
     "layer, mask": (layer, {"attention_mask": PAD, "self_attn_mask_type": "padding_causal"}),
     "layer, lengths": (layer, {"cu_seqlens_q": LENGTHS, "self_attn_mask_type": "padding"}),
     "layer, bias": (layer, {"core_attention_bias": BIAS, "core_attention_bias_type": "pre_scale_bias"}),
     "layer, angles": (layer, {"rotary_pos_emb": (ANGLES, ANGLES), "window_size": (2, 0)}),
     "layer, slopes": (layer, {"core_attention_bias_type": "alibi", "alibi_slopes": tensor(B, HEADS, grad=False)}),
-    "decoder": (
-        lambda: layer(layer_type="decoder"),
-        {"encoder_output": MEMORY, "enc_dec_attn_mask": torch.rand(B, 1, S, K) > 0.7},
-    ),
-}
+    "decoder": (lambda: layer(layer_type="decoder"),
+     {"encoder_output": MEMORY, "enc_dec_attn_mask": torch.rand(B, 1, S, K) > 0.7}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -170,13 +165,10 @@ PADDED, TWO = torch.tensor([0, 3, 10, 15]), torch.tensor([0, 2, 0, 0])
 TAKEN: dict[str, tuple[torch.Tensor, torch.Tensor, dict[str, Any]]] = {
     "lengths": (LENGTHS, LENGTHS - TWO, {"self_attn_mask_type": "padding"}),
     "offsets": (SEQUENCES, SEQUENCES - TWO, {"max_seqlen_q": 11}),
-    "padded, angles": (
-        PADDED,
-        PADDED - TWO,
-        {"cu_seqlens_q_padded": SEQUENCES, "rotary_pos_emb": torch.ones(11, 1, 1, 6)},
-    ),
+    "padded, angles": (PADDED, PADDED - TWO,
+     {"cu_seqlens_q_padded": SEQUENCES, "rotary_pos_emb": torch.ones(11, 1, 1, 6)}),
     "mask": (PAD, PAD.roll(1, -1), {"self_attn_mask_type": "padding_causal", "window_size": (3, 0)}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TAKEN)
@@ -201,3 +193,84 @@ def test_strict_export_of_a_call_that_was_not_made_yet() -> None:
     program = torch.export.export(Exported(made, **call), (x,), strict=True).module()
     for given in (x, 2 * x):
         torch.testing.assert_close(program(given), made(given, **call), rtol=1e-4, atol=1e-5)
+
+
+AHEAD = {"device": "cpu", "params_dtype": torch.float64, "seq_length": S, "micro_batch_size": B}
+MASK = PAD.expand(B, 1, S, S)
+ENDS = torch.arange(B + 1, dtype=torch.int32) * S
+
+
+def attention_ahead(**keywords: Any) -> Any:
+    return te_fuser.MultiheadAttention(F, 4, attention_dropout=0.0, **{**AHEAD, **keywords})
+
+
+def ahead(**keywords: Any) -> Any:
+    return layer(**{**AHEAD, **keywords})
+
+
+def mlp_ahead(**keywords: Any) -> Any:
+    return te_fuser.LayerNormMLP(F, 20, **{**AHEAD, **keywords})
+
+
+AT, TOKENS, AHEAD_MEMORY = tensor(S, B, F), tensor(S * B, F), tensor(S, B, F, seed=5)
+CASES: dict[str, tuple[Any, torch.Tensor, dict[str, Any]]] = {
+    "mlp": (mlp_ahead, AT, {}),
+    "mlp, again": (lambda: mlp_ahead(checkpoint=True), AT, {}),
+    "mlp, beside": (lambda: mlp_ahead(return_bias=True, return_layernorm_output=True), AT, {}),
+    "attention": (attention_ahead, AT, {}),
+    "attention, beside": (lambda: attention_ahead(input_layernorm=True, return_layernorm_output=True), AT, {}),
+    "attention, padding": (lambda: attention_ahead(attn_mask_type="padding"), AT, {"attention_mask": PAD}),
+    "attention, cross": (lambda: attention_ahead(attention_type="cross", attn_mask_type="padding"), AT,
+     {"encoder_output": AHEAD_MEMORY, "attention_mask": (PAD, PAD)}),
+    "layer": (ahead, AT, {}),
+    "layer, batch first": (lambda: ahead(attn_input_format="bshd"), tensor(B, S, F), {}),
+    "layer, padding": (lambda: ahead(self_attn_mask_type="padding_causal"), AT, {"attention_mask": PAD}),
+    "layer, arbitrary": (lambda: ahead(self_attn_mask_type="arbitrary"), AT, {"attention_mask": MASK}),
+    "layer, tokens": (lambda: ahead(attn_input_format="thd"), TOKENS, {"cu_seqlens_q": ENDS}),
+    "decoder": (lambda: ahead(layer_type="decoder"), AT, {"encoder_output": AHEAD_MEMORY}),
+    "decoder, padding": (lambda: ahead(layer_type="decoder", self_attn_mask_type="padding",
+     enc_dec_attn_mask_type="padding"), AT,
+     {"attention_mask": PAD, "encoder_output": AHEAD_MEMORY, "enc_dec_attn_mask": (PAD, PAD)}),
+}  # fmt: skip
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Records of plans made, and of plans loaded, for which kernels are compiled."""
+    found: list[str] = []
+    make_plan, load = pipeline.make_plan, pipeline.load
+    monkeypatch.setattr(pipeline, "make_plan", lambda *args: found.append("planned") or make_plan(*args))
+    monkeypatch.setattr(pipeline, "load", lambda *args: found.append("loaded") or load(*args))
+    yield found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sizes_that_are_planned_ahead(name: str, planned: list[str]) -> None:
+    """The first call of them neither plans nor compiles, and its backward neither."""
+    make, x, call = CASES[name]
+    made = make()
+    assert planned == ["planned", "loaded"]
+    planned.clear()
+    y = made(x, **call)
+    (y[0] if isinstance(y, tuple) else y).sum().backward()
+    assert planned == []
+
+
+def test_one_of_the_two_or_a_group_that_comes_later_plans_nothing(planned: list[str]) -> None:
+    for make in (mlp_ahead, attention_ahead, ahead):
+        make(seq_length=None), make(micro_batch_size=None)
+    mlp_ahead(device="meta"), attention_ahead(device="meta")
+    assert planned == []
+    for make in (mlp_ahead, attention_ahead, ahead):
+        assert make(tp_size=2, set_parallel_mode=True).tp_size == 2
+    assert planned == []
+
+
+def test_hooks_for_all_modules() -> None:
+    """Hooks for all modules make every op a part by itself: there is no plan to be made ahead."""
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        made = ahead()
+    finally:
+        hook.remove()
+    torch.testing.assert_close(made(AT), layer()(AT))

@@ -206,24 +206,18 @@ def test_what_is_refused() -> None:
 @pytest.mark.parametrize(
     ("step", "error", "words"),
     [
-        (
-            {0: 1, "a": 1, "b": 1},
-            ValueError,
-            r"3 sequences, of which 2 are new \('a', 'b'\), and max_batch_size=2: leave",
-        ),
+        ({0: 1, "a": 1, "b": 1}, ValueError,
+         r"3 sequences, of which 2 are new \('a', 'b'\), and max_batch_size=2: leave"),
         (dict.fromkeys(range(2, 8), 1), ValueError, r"6 are new \(2, 3, 4, 5, ..\), and max_batch_size=2"),
         ({1: 1, 0: 2}, ValueError, "sequence 0 has 8 positions and would have 10 by 2 more, and max_sequence_length=9"),
         ({0: 1, "long": 10}, ValueError, "sequence 'long' is new and would have 10 by 10 more, .* leave it out to end"),
         ({0: -1}, ValueError, "sequence 0 continues by -1 tokens: give 0 or more"),
         ({0: 1.5}, TypeError, r"sequence 0 continues by 1.5 \(float\): give a whole number of tokens"),
-        (
-            {torch.tensor(0): 1},
-            TypeError,
-            r"called by a tensor, .* call it by a number or a text, of tensors by .tolist",
-        ),
+        ({torch.tensor(0): 1}, TypeError,
+         r"called by a tensor, .* call it by a number or a text, of tensors by .tolist"),
         ([0, 1], TypeError, "pre_step takes a dict, sequence -> how many tokens, got list"),
     ],
-)
+)  # fmt: skip
 def test_steps_that_are_refused_change_nothing(step: Any, error: type[Exception], words: str) -> None:
     params = Params(2, L)
     params.pre_step({0: 8, 1: torch.tensor(2)})

@@ -1,10 +1,11 @@
-"""Presets' arguments: of every one, by name and by position, those of other releases, devices and dtypes."""
+"""Arguments of presets: every one, by name and position, of other releases, devices and dtypes."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 import pickle
+import typing
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,25 @@ import pytest
 import torch
 
 import te_fuser
+from te_fuser.presets import keyword_arguments, keyword_types
+from te_fuser.presets.base import Preset
+from tests.keyword_types import WRITTEN, keywords, makers, text
 from tests.presets.layers import PRESETS, sample
 from tests.refused import raises
+
+
+def test_the_file_is_what_the_signatures_say() -> None:
+    assert text().splitlines() == WRITTEN.read_text().splitlines(), "see tests/keyword_types.py"
+
+
+@pytest.mark.parametrize("preset", makers())
+def test_a_constructor_takes_its_keywords_with_their_types(preset: type[Preset]) -> None:
+    own, known = f"{preset.__name__}Keys", {**vars(keyword_arguments), **vars(keyword_types)}
+    assert inspect.signature(preset.__init__).parameters["keywords"].annotation == f"Unpack[{own}]"
+    hints = typing.get_type_hints(getattr(keyword_types, own))
+    assert hints == {name: eval(of, known) for name, of in keywords(preset).items()}
+    assert {"device", "params_dtype", "memory", "verify"} < hints.keys()
+
 
 WITH_WEIGHTS = [name for name in PRESETS if name not in ("LayerNorm", "RMSNorm", "DotProductAttention")]
 each = pytest.mark.parametrize("name", PRESETS)

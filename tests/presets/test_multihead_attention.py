@@ -206,17 +206,13 @@ HEADS = [torch.zeros(S, B, 2, 4)] * 3
     ("call", "words"),
     [
         ({"attn_mask_type": "padding", "attention_mask": PAD, "cu_seqlens_kv": KEYS}, "the cu_seqlens_kv that calls"),
-        (
-            {"attn_mask_type": "padding", "cu_seqlens_q": KEYS, "cu_seqlens_q_padded": KEYS},
-            "qkv_format='sbhd' has no padding between sequences, and the cu_seqlens_q_padded",
-        ),
+        ({"attn_mask_type": "padding", "cu_seqlens_q": KEYS, "cu_seqlens_q_padded": KEYS},
+         "qkv_format='sbhd' has no padding between sequences, and the cu_seqlens_q_padded"),
         ({"cu_seqlens_kv_padded": KEYS}, "attn_mask_type='causal' reads no lengths"),
-        (
-            {"attn_mask_type": "arbitrary", "attention_mask": PAD, "cu_seqlens_q": KEYS},
-            "attn_mask_type='arbitrary' reads no lengths",
-        ),
+        ({"attn_mask_type": "arbitrary", "attention_mask": PAD, "cu_seqlens_q": KEYS},
+         "attn_mask_type='arbitrary' reads no lengths"),
     ],
-)
+)  # fmt: skip
 def test_what_changes_nothing_is_said(call: dict[str, Any], words: str) -> None:
     with pytest.warns(UserWarning, match=words):
         core()(*HEADS, **call)

@@ -244,19 +244,13 @@ BAD: dict[str, tuple[Any, str]] = {
     "history": (lambda: DelayedScaling(amax_compute_algo=lambda h: h), r"it gave torch.float32 \[1024, 6\]"),
     "nothing": (lambda: DelayedScaling(amax_compute_algo=lambda h: None), "it gave None"),
     "numbers": (lambda: DelayedScaling(amax_compute_algo=lambda h: h.amax(0).long()), "it gave torch.int64"),
-    "scale": (
-        lambda: DelayedScaling(scaling_factor_compute_algo=lambda amax, scale, most, recipe: scale[:1]),
-        r"scaling_factor_compute_algo\(amax, scale, fp8_max, recipe\).*\[1\]",
-    ),
-    "no argument": (
-        lambda: DelayedScaling(amax_compute_algo=lambda: 3),
-        r"amax_compute_algo\(history\) raised TypeError: .*takes 0 positional",
-    ),
-    "error": (
-        lambda: DelayedScaling(scaling_factor_compute_algo=lambda amax, scale, most, recipe: 1 / 0),
-        r"scaling_factor_compute_algo\(.*\) raised ZeroDivisionError: division by zero",
-    ),
-}
+    "scale": (lambda: DelayedScaling(scaling_factor_compute_algo=lambda amax, scale, most, recipe: scale[:1]),
+     r"scaling_factor_compute_algo\(amax, scale, fp8_max, recipe\).*\[1\]"),
+    "no argument": (lambda: DelayedScaling(amax_compute_algo=lambda: 3),
+     r"amax_compute_algo\(history\) raised TypeError: .*takes 0 positional"),
+    "error": (lambda: DelayedScaling(scaling_factor_compute_algo=lambda amax, scale, most, recipe: 1 / 0),
+     r"scaling_factor_compute_algo\(.*\) raised ZeroDivisionError: division by zero"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -268,21 +268,15 @@ def test_keys_are_all_that_plans_depend_on() -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (
-            lambda: te.fp8_autocast(False, False, "delayed"),
-            "te_fuser.recipe as fp8_recipe.* got 'delayed'",
-        ),
+        (lambda: te.fp8_autocast(False, False, "delayed"), "te_fuser.recipe as fp8_recipe.* got 'delayed'"),
         (lambda: te.fp8_autocast("on"), "enabled is True or False, got 'on'"),
         (lambda: te.autocast(False, recipe=DelayedScaling), "as recipe"),
         (lambda: te.autocast(True, calibrating=1), "calibrating is True or False, got 1"),
-        (
-            lambda: te.fp8_autocast(True, fp8_group="world"),
-            "takes a group .* as fp8_group, got 'world'",
-        ),
+        (lambda: te.fp8_autocast(True, fp8_group="world"), "takes a group .* as fp8_group, got 'world'"),
         (lambda: te.fp8_autocast(False, DelayedScaling(), 3), "takes a group"),
         (lambda: te.autocast(amax_reduction_group=3), "as amax_reduction_group, got 3"),
     ],
-)
+)  # fmt: skip
 def test_bad_arguments(call: Any, words: str) -> None:
     raises(TypeError, words, call)
 

@@ -193,21 +193,13 @@ def test_what_cannot_be_is_refused():
     x, slopes = spec(3, 7, 24), spec(2)
     op.check_inputs(x, {"attention_bias": spec(2, 7, 7), "alibi_slopes": slopes})
     for bias, slope, kind, words in (
-        (
-            spec(2, 7, 6),
-            slopes,
-            ValueError,
-            r"'b' has shape \[2, 7, 6\], .* \[batch, heads, queries, keys\] = \[3, 2, 7, 7\]",
-        ),
-        (
-            spec(7, 7),
-            spec(3),
-            ValueError,
-            r"'s' has shape \[3\], which does not broadcast to \[batch, heads\] = \[3, 2\]",
-        ),
+        (spec(2, 7, 6), slopes, ValueError,
+         r"'b' has shape \[2, 7, 6\], .* \[batch, heads, queries, keys\] = \[3, 2, 7, 7\]"),
+        (spec(7, 7), spec(3), ValueError,
+         r"'s' has shape \[3\], which does not broadcast to \[batch, heads\] = \[3, 2\]"),
         (spec(7, 7, dtype=torch.int64), slopes, TypeError, "'b' is torch.int64; .* floating-point"),
         (None, slopes, ValueError, "reads a tensor 'b': call the model with b="),
-    ):
+    ):  # fmt: skip
         given = {"alibi_slopes": slope} if bias is None else {"attention_bias": bias, "alibi_slopes": slope}
         raises(kind, words, op.check_inputs, x, given)
     assert AttentionScores(1.0, "b", True, "zero").beyond == ("a soft cap", "a score bias", "ALiBi", "a sink")
