@@ -211,7 +211,7 @@ REFUSED = {
     "scale": (lambda: run(NARROW, input_scale=torch.ones(3)), ValueError,
      r"'input_scale' is one number.*got float32 \[3"),
     "missing": (lambda: te_fuser.Sequential(ops.QuantizedMatMul(K, N, dtype=torch.float32))(NARROW), ValueError,
-     r"op 0 \(QuantizedMatMul.*pass it: given_model\(x, weight="),
+     r"op 0 \(QuantizedMatMul.*pass it: model\(x, weight="),
 }  # fmt: skip
 
 

@@ -195,61 +195,45 @@ def test_strict_export_of_a_call_that_was_not_made_yet() -> None:
         torch.testing.assert_close(program(given), made(given, **call), rtol=1e-4, atol=1e-5)
 
 
-AHEAD = {"device": "cpu", "params_dtype": torch.float64, "seq_length": S, "micro_batch_size": B}
-MASK = PAD.expand(B, 1, S, S)
-ENDS = torch.arange(B + 1, dtype=torch.int32) * S
-
-
-def attention_ahead(**keywords: Any) -> Any:
-    return te_fuser.MultiheadAttention(F, 4, attention_dropout=0.0, **{**AHEAD, **keywords})
-
-
-def ahead(**keywords: Any) -> Any:
-    return layer(**{**AHEAD, **keywords})
-
-
-def mlp_ahead(**keywords: Any) -> Any:
-    return te_fuser.LayerNormMLP(F, 20, **{**AHEAD, **keywords})
-
-
-AT, TOKENS, AHEAD_MEMORY = tensor(S, B, F), tensor(S * B, F), tensor(S, B, F, seed=5)
-CASES: dict[str, tuple[Any, torch.Tensor, dict[str, Any]]] = {
-    "mlp": (mlp_ahead, AT, {}),
-    "mlp, again": (lambda: mlp_ahead(checkpoint=True), AT, {}),
-    "mlp, beside": (lambda: mlp_ahead(return_bias=True, return_layernorm_output=True), AT, {}),
-    "attention": (attention_ahead, AT, {}),
-    "attention, beside": (lambda: attention_ahead(input_layernorm=True, return_layernorm_output=True), AT, {}),
-    "attention, padding": (lambda: attention_ahead(attn_mask_type="padding"), AT, {"attention_mask": PAD}),
-    "attention, cross": (lambda: attention_ahead(attention_type="cross", attn_mask_type="padding"), AT,
-     {"encoder_output": AHEAD_MEMORY, "attention_mask": (PAD, PAD)}),
-    "layer": (ahead, AT, {}),
-    "layer, batch first": (lambda: ahead(attn_input_format="bshd"), tensor(B, S, F), {}),
-    "layer, padding": (lambda: ahead(self_attn_mask_type="padding_causal"), AT, {"attention_mask": PAD}),
-    "layer, arbitrary": (lambda: ahead(self_attn_mask_type="arbitrary"), AT, {"attention_mask": MASK}),
-    "layer, tokens": (lambda: ahead(attn_input_format="thd"), TOKENS, {"cu_seqlens_q": ENDS}),
-    "decoder": (lambda: ahead(layer_type="decoder"), AT, {"encoder_output": AHEAD_MEMORY}),
-    "decoder, padding": (lambda: ahead(layer_type="decoder", self_attn_mask_type="padding",
-     enc_dec_attn_mask_type="padding"), AT,
-     {"attention_mask": PAD, "encoder_output": AHEAD_MEMORY, "enc_dec_attn_mask": (PAD, PAD)}),
-}  # fmt: skip
+SIZES: dict[str, Any] = {"seq_length": S, "micro_batch_size": B}
+X, SAME, CROSS = tensor(S, B, F), tensor(S, B, F, seed=5), {"attention_type": "cross", "attn_mask_type": "padding"}
+ENDS, MASK = torch.arange(B + 1, dtype=torch.int32) * S, PAD.expand(B, 1, S, S)
+DECODER: dict[str, Any] = {"layer_type": "decoder"}
+CROSSED = {**DECODER, "self_attn_mask_type": "padding", "enc_dec_attn_mask_type": "padding"}
+# A preset, its arguments, and a call of it.
+AHEAD: list[tuple[Any, dict[str, Any], torch.Tensor, dict[str, Any]]] = [
+    (mlp, {}, X, {}),
+    (mlp, {"checkpoint": True}, X, {}),
+    (mlp, {"return_bias": True, "return_layernorm_output": True}, X, {}),
+    (attention, {}, X, {}),
+    (attention, {"input_layernorm": True, "return_layernorm_output": True}, X, {}),
+    (attention, {"attn_mask_type": "padding"}, X, {"attention_mask": PAD}),
+    (attention, CROSS, X, {"encoder_output": SAME, "attention_mask": (PAD, PAD)}),
+    (layer, {}, X, {}),
+    (layer, {"attn_input_format": "bshd"}, tensor(B, S, F), {}),
+    (layer, {"self_attn_mask_type": "padding_causal"}, X, {"attention_mask": PAD}),
+    (layer, {"self_attn_mask_type": "arbitrary"}, X, {"attention_mask": MASK}),
+    (layer, {"attn_input_format": "thd"}, tensor(S * B, F), {"cu_seqlens_q": ENDS}),
+    (layer, DECODER, X, {"encoder_output": SAME}),
+    (layer, CROSSED, X, {"attention_mask": PAD, "encoder_output": SAME, "enc_dec_attn_mask": (PAD, PAD)}),
+]
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Records of plans made, and of plans loaded, for which kernels are compiled."""
     found: list[str] = []
-    make_plan, load = pipeline.make_plan, pipeline.load
-    monkeypatch.setattr(pipeline, "make_plan", lambda *args: found.append("planned") or make_plan(*args))
-    monkeypatch.setattr(pipeline, "load", lambda *args: found.append("loaded") or load(*args))
-    yield found
+    for name in ("make_plan", "load"):
+        real = getattr(pipeline, name)
+        monkeypatch.setattr(pipeline, name, lambda *args, name=name, real=real: found.append(name) or real(*args))
+    return found
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_sizes_that_are_planned_ahead(name: str, planned: list[str]) -> None:
+@pytest.mark.parametrize(("make", "keywords", "x", "call"), AHEAD)
+def test_sizes_that_are_planned_ahead(make: Any, keywords: Any, x: Any, call: Any, planned: list[str]) -> None:
     """The first call of them neither plans nor compiles, and its backward neither."""
-    make, x, call = CASES[name]
-    made = make()
-    assert planned == ["planned", "loaded"]
+    made = make(**keywords, **SIZES)
+    assert planned == ["make_plan", "load"]
     planned.clear()
     y = made(x, **call)
     (y[0] if isinstance(y, tuple) else y).sum().backward()
@@ -257,12 +241,10 @@ def test_sizes_that_are_planned_ahead(name: str, planned: list[str]) -> None:
 
 
 def test_one_of_the_two_or_a_group_that_comes_later_plans_nothing(planned: list[str]) -> None:
-    for make in (mlp_ahead, attention_ahead, ahead):
-        make(seq_length=None), make(micro_batch_size=None)
-    mlp_ahead(device="meta"), attention_ahead(device="meta")
-    assert planned == []
-    for make in (mlp_ahead, attention_ahead, ahead):
-        assert make(tp_size=2, set_parallel_mode=True).tp_size == 2
+    for make in (mlp, attention, layer):
+        make(seq_length=S), make(micro_batch_size=B)
+        assert make(**SIZES, tp_size=2, set_parallel_mode=True).tp_size == 2
+    mlp(**SIZES, device="meta"), attention(**SIZES, device="meta")
     assert planned == []
 
 
@@ -270,7 +252,7 @@ def test_hooks_for_all_modules() -> None:
     """Hooks for all modules make every op a part by itself: there is no plan to be made ahead."""
     hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
-        made = ahead()
+        made = layer(**SIZES)
     finally:
         hook.remove()
-    torch.testing.assert_close(made(AT), layer()(AT))
+    torch.testing.assert_close(made(X), layer()(X))

@@ -72,7 +72,7 @@ def loaded(saved: Any, name: str = "list", **how: Any) -> Any:
 
 
 def saved_in_a_region(name: str = "list", times: int = 2) -> tuple[Any, Any]:
-    """A model, and what it saved in the region of its last step_of, whose amaxes are in no history there."""
+    """A model, and what it saved in the region of its last step, whose amaxes are in no history there."""
     model = made_by(name)
     for k in range(times - 1):
         step_of(model, 2.0 + k)
@@ -103,7 +103,7 @@ def test_what_is_taken_inside_of_a_region_goes_on_as_the_model_does(name: str, w
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_evaluation_has_it_and_trains_on(name: str) -> None:
-    """Evaluation folds the saved amaxes as a step_of of their own, which the next step_of does not raise."""
+    """Evaluation folds the saved amaxes as a step of their own, which the next step does not raise."""
     model, saved = saved_in_a_region(name)
     twin = loaded(saved, name)
     for m in (model, twin):

@@ -56,7 +56,7 @@ SIZES = [(5, 7, 8, 8), (7, 3, 5, 13), (1, 9, 3, 1), (6, 1, 4, 2)]
 def test_values_and_gradients(layout, kv_heads, packing):
     for k, (queries, keys, dim, value_dim) in enumerate(SIZES * 2):
         corner = (None, "top_left", "bottom_right")[k % 3]
-        mask = "none" if corner is None else ops.AttentionMask(causal_seen=True, corner=corner)
+        mask = "none" if corner is None else ops.AttentionMask(causal=True, corner=corner)
         apart = Apart(value_dim=value_dim) if packing is None else Apart("a", "b", "both", packing, value_dim)
         op = DotProductAttention(4, dim, kv_heads=kv_heads, mask=mask, layout=layout, packing=apart)
         q, k, v = parts_of(4, kv_heads, queries, keys, dim, value_dim)
