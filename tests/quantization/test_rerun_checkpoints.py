@@ -32,92 +32,95 @@ def plainly(f: Any, x: torch.Tensor) -> torch.Tensor:
     return f(x)
 
 
-def trained(way: Callable[..., Any], inside: bool, steps: int = 3) -> tuple[Any, list[torch.Tensor]]:
-    """A model after some steps, and the last one's results."""
-    m, x = model(), torch.randn(8, 16, requires_grad=True)
-    found: list[torch.Tensor] = []
-    for _ in range(steps):
-        with te.autocast(recipe=RECIPE):
-            y = way(m, x)
-            if inside:
-                found = [y, *torch.autograd.grad(y.square().sum(), [x, *m.parameters()])]
-        if not inside:
-            found = [y, *torch.autograd.grad(y.square().sum(), [x, *m.parameters()])]
-    return m, found
-
-
-@pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward outside"])
-@pytest.mark.parametrize("way", WAYS)
-def test_it_is_the_function(way: str, inside: bool) -> None:
-    torch.manual_seed(1)
-    want, results = trained(plainly, inside)
-    torch.manual_seed(1)
-    m, found = trained(WAYS[way], inside)
-    assert all(torch.equal(a, b) for a, b in zip(found, results, strict=True)) and same(m, want)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_what_runs_again_late_has_the_scales_of_then(way: str) -> None:
-    found = []
-    for run in (plainly, WAYS[way]):
-        torch.manual_seed(1)
-        m, x = model(), torch.randn(8, 16, requires_grad=True)
-        trained_by(m, x)
-        with te.autocast(recipe=RECIPE):
-            late = run(m, x)
-        for k in range(3):
-            trained_by(m, (k + 2) * x)
-        g = torch.autograd.grad(late.square().sum(), [x, *m.parameters()])
-        trained_by(m, x)
-        found.append((late, *g, *[t for pair in states(m).values() for t in pair]))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
 def trained_by(m: Any, x: torch.Tensor) -> None:
     with te.autocast(recipe=RECIPE):
         y = m(x)
     y.square().sum().backward()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_region_inside_of_what_runs_again(way: str) -> None:
+def results(y: torch.Tensor, x: torch.Tensor, m: Any) -> list[torch.Tensor]:
+    """y, and the gradients of x and all parameters."""
+    return [y, *torch.autograd.grad(y.square().sum(), [x, *m.parameters()])]
+
+
+def numbers(m: Any) -> list[torch.Tensor]:
+    return [t for pair in states(m).values() for t in pair]
+
+
+def in_steps(run: Any, m: Any, x: torch.Tensor, inside: bool) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for _ in range(3):
+        with te.autocast(recipe=RECIPE):
+            y = run(m, x)
+            found = results(y, x, m) if inside else []
+        found = found or results(y, x, m)
+    return found
+
+
+def late(run: Any, m: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    """With the scales of then."""
+    trained_by(m, x)
+    with te.autocast(recipe=RECIPE):
+        y = run(m, x)
+    for k in range(3):
+        trained_by(m, (k + 2) * x)
+    found = results(y, x, m)
+    trained_by(m, x)
+    return found
+
+
+def with_a_region_inside(run: Any, m: Any, x: torch.Tensor) -> list[torch.Tensor]:
     """The region folds when it runs first, and not again."""
-    m, x, found = model(), torch.randn(8, 16, requires_grad=True), []
 
     def inside(x: torch.Tensor) -> torch.Tensor:
         with te.autocast(recipe=RECIPE):
             return m(x)
 
-    for _ in range(3):
-        y = WAYS[way](inside, x)
-        found.append((y, *torch.autograd.grad(y.square().sum(), [x])))
-    m2 = model()
-    for y, dx in found:
-        with te.autocast(recipe=RECIPE):
-            want = m2(x)
-        assert torch.equal(want, y) and torch.equal(torch.autograd.grad(want.square().sum(), [x])[0], dx)
-    assert same(m, m2)
+    return [t for _ in range(3) for t in results(run(inside, x), x, m)]
 
 
-def test_inner_regions_come_back() -> None:
-    def ran(run: Any) -> list[torch.Tensor]:
+def partly_in_own_precision(run: Any, m: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    def part(x: torch.Tensor) -> torch.Tensor:
+        y = m[1](m[0](x))
+        with te.autocast(enabled=False):
+            return m[3](m[2](y))
+
+    with te.autocast(recipe=RECIPE):
+        trained_by(m, x)
+        y = run(part, x)
+    return results(y, x, m)
+
+
+def one_inside_of_another(run: Any, m: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    trained_by(m, x)
+    given = (30 * x).detach().requires_grad_()
+    with te.autocast(recipe=RECIPE):
+        y = run(lambda t: run(m, t), given)
+    with te.autocast(recipe=RECIPE):
+        pass
+    return results(y, given, m)
+
+
+USES: dict[str, Callable[..., list[torch.Tensor]]] = {
+    "backward inside": lambda *given: in_steps(*given, inside=True),
+    "backward outside": lambda *given: in_steps(*given, inside=False),
+    "late": late,
+    "a region inside": with_a_region_inside,
+    "partly in own precision": partly_in_own_precision,
+    "one inside of another": one_inside_of_another,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("way", WAYS)
+def test_it_is_the_function(way: str, use: str) -> None:
+    """Bit for bit, and in the histories and scales behind it."""
+    found = []
+    for run in (plainly, WAYS[way]):
         torch.manual_seed(1)
         m, x = model(), torch.randn(8, 16, requires_grad=True)
-
-        def part_in_own_precision(x: torch.Tensor) -> torch.Tensor:
-            y = m[1](m[0](x))
-            with te.autocast(enabled=False):
-                y = m[2](y)
-                return m[3](y)
-
-        with te.autocast(recipe=RECIPE):
-            trained_by(m, x)
-            y = run(part_in_own_precision, x)
-        return [y, *torch.autograd.grad(y.square().sum(), [x, *m.parameters()])]
-
-    want = ran(plainly)
-    for run in WAYS.values():
-        assert all(torch.equal(a, b) for a, b in zip(ran(run), want, strict=True))
+        found.append([*USES[use](run, m, x), *numbers(m)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def _in(recipe: Recipe, run: Callable[[], Any]) -> Any:
@@ -161,7 +164,7 @@ def test_torchs_checkpoint_with_backward_in_the_same_region(reentrant: bool, rec
         for _ in range(3):
             m.zero_grad()
             _in(recipe, lambda m=m, x=x, run=run: te.checkpoint(m, run(m, x)).square().sum().backward())
-        found.append([x.grad, *[p.grad for p in m.parameters()], *[t for pair in states(m).values() for t in pair]])
+        found.append([x.grad, *[p.grad for p in m.parameters()], *numbers(m)])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -206,7 +209,7 @@ def test_presets_that_compute_again() -> None:
             with te.autocast(recipe=RECIPE):
                 y = mlp(x)
             y.square().sum().backward()
-        found.append([y, x.grad, mlp.fc1_weight.grad, *[t for pair in states(mlp).values() for t in pair]])
+        found.append([y, x.grad, mlp.fc1_weight.grad, *numbers(mlp)])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -275,22 +278,6 @@ def _trained_beside(folds: bool, together: bool) -> tuple[Any, ...]:
     if not together:
         beside()
     return seen, gradients, mine, other
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_one_inside_of_another_has_its_scales(way: str) -> None:
-    found = []
-    for inner in (plainly, WAYS[way]):
-        torch.manual_seed(0)
-        x, m = torch.randn(8, 16), model()
-        trained_by(m, x)
-        given = (30 * x).requires_grad_()
-        with te.autocast(recipe=RECIPE):
-            y = WAYS[way](lambda t, m=m, inner=inner: inner(m, t), given)
-        with te.autocast(recipe=RECIPE):
-            pass
-        found.append([y, *torch.autograd.grad(y.square().sum(), [given, *m.parameters()])])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize(
