@@ -1,9 +1,12 @@
-"""Ops that name, add, cast, scale, drop, reshape or take: parallel blocks, a second input in place of the first."""
+"""Ops that name, add, cast, scale, drop, reshape or take: parallel blocks, other inputs; rows by class."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.nn.utils import parametrize
 
 import te_fuser
 from te_fuser import ops
@@ -11,9 +14,45 @@ from te_fuser.formula import Axes
 from te_fuser.formula.random import RandomStream
 from te_fuser.ops import op_table
 from te_fuser.ops.base import NamedInput, OpCall, Spec
+from te_fuser.ops.op_table import OpTable
 from tests.ops.check import DTYPES, assert_as_good_as_torch, normal
 from tests.refused import raises
 from tests.twins import assert_same
+
+
+class Base(ops.RowOp):
+    """An op with a row."""
+
+
+class Heir(Base):
+    """One that has its base's."""
+
+
+class Other(ops.RowOp):
+    """One without."""
+
+
+def test_rows_by_class() -> None:
+    table: OpTable[float | None] = OpTable("test_rows_by_class", 1.0)
+    assert [table.of(kind) for kind in (Base, Heir, Other)] == [1.0] * 3
+    assert table.row(2.0)(Base) is Base
+    assert [table.of(kind) for kind in (Base, Heir, Other)] == [2.0, 2.0, 1.0]
+    table.add(None, Heir, Other)
+    assert [table.of(kind) for kind in (Base, Heir, Other)] == [2.0, None, None]
+    assert OpTable("another", 0.0).of(Base) == 0.0
+    alone = OpTable("test_rows_of_one_class_alone", 1.0, inherited=False)
+    alone.add(2.0, Base, ops.MatMul)
+    assert [alone.of(kind) for kind in (Base, Heir, Other)] == [2.0, 1.0, 1.0]
+    op = ops.MatMul(3, 5)
+    parametrize.register_parametrization(op, "weight", torch.nn.Identity())
+    table.add(2.0, ops.MatMul)
+    assert type(op) is not ops.MatMul and table.of(type(op)) == alone.of(ops.MatMul) == 2.0
+
+
+@pytest.mark.parametrize("other", [torch.nn.Linear, Base(), lambda: None])
+def test_rows_of_other_classes_are_refused(other: Any) -> None:
+    raises(TypeError, "a row of refused is of a class of ops, got", lambda: OpTable("refused", 1.0).row(2.0)(other))
+
 
 CPU = torch.device("cpu")
 
@@ -43,18 +82,11 @@ def test_names_and_values_that_ops_start_at() -> None:
 
 
 ROLES = {
-    ops.SwiGLU: "swiglu",
     ops.ClampedSwiGLU: "clamped_swiglu",
     ops.GEGLU: "geglu",
     ops.ReGLU: "reglu",
     ops.SReGLU: "sreglu",
     ops.SReLU: "srelu",
-    ops.ReLU: "relu",
-    ops.SiLU: "silu",
-    ops.LayerNorm: "layer_norm",
-    ops.RMSNorm: "rms_norm",
-    ops.MatMul: "mat_mul",
-    ops.GELU: "gelu",
     ops.QGELU: "qgelu",
     ops.L2Norm: "l2_norm",
     type("MyHTTPNorm", (ops.RowOp,), {}): "my_http_norm",

@@ -201,9 +201,20 @@ def test_preset_copied_or_loaded_is_trained_by_itself(name: str, tmp_path: Path)
     assert torch.equal(made(x), before)
 
 
-@each
+BLOCKED = {"num_gqa_groups": 2, "bias": False}
+OTHERS: dict[str, Case] = {
+    name: Case(te_fuser.TransformerLayer, (24, 20, HEADS), of_samples(plain.layer), (), {**LAYER, **keywords}, (24,))
+    for name, keywords in {
+        "apart": {"fuse_qkv_params": False, "bias": False},
+        "no mask": {**BLOCKED, "self_attn_mask_type": "no_mask"},
+        "bshd": {**BLOCKED, "attn_input_format": "bshd", "normalization": "RMSNorm", "activation": "swiglu"},
+    }.items()
+}
+
+
+@pytest.mark.parametrize("name", [*CASES, *OTHERS])
 def test_preset_as_torch_nn_and_back_gives_the_same(name: str) -> None:
-    case = CASES[name]
+    case = (CASES | OTHERS)[name]
     made, x = case.make(), case.x()
     theirs, want = made.to_torch(), made(x)
     assert not any(isinstance(m, (te_fuser.FusableOperation, te_fuser.Sequential)) for m in theirs.modules())

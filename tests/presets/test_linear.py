@@ -188,21 +188,6 @@ def test_checkpoint_keeps_the_input_alone(again: bool, keywords: dict[str, Any])
     assert_same(y, want, leaves_of(m, x))
 
 
-def test_two_micro_batches_in_flight() -> None:
-    """The forward says whether main_grad is written over, not the parameter when backward runs."""
-    m = mlp(fuse_wgrad_accumulation=True, params_dtype=torch.float32)
-    xs = [tensor(3, HIDDEN, dtype=torch.float32, seed=k) for k in range(2)]
-    for weight in (m.fc1_weight, m.fc2_weight):
-        weight.main_grad = torch.full_like(weight, torch.nan)
-    ys = [m(x, is_first_microbatch=k == 0) for k, x in enumerate(xs)]
-    for y in ys:
-        y.sum().backward()
-    plain = mlp(params_dtype=torch.float32)
-    for x in xs:
-        plain(x).sum().backward()
-    torch.testing.assert_close(m.fc2_weight.main_grad, plain.fc2_weight.grad)
-
-
 def test_a_changed_list_is_changed_in_every_call() -> None:
     m, x = mlp(fuse_wgrad_accumulation=True), tensor(3, HIDDEN)
     m(x, is_first_microbatch=True)

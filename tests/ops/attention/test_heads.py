@@ -272,13 +272,6 @@ def test_autocast_and_verified():
     assert te_fuser.verify(model, x, **inputs, **others).passed
 
 
-def test_a_missing_input_is_named():
-    x, inputs = given()
-    raises(ValueError, "value", lambda: cross()(x, key=inputs["key"]))
-    with pytest.raises(ValueError, match=r"'key' has 3 features; DotProductAttention takes 1 heads, that is 4"):
-        cross()(x, key=inputs["key"][..., :3], value=inputs["value"])
-
-
 @pytest.mark.parametrize("scores", [None, ops.AttentionScores(soft_cap=1.0, alibi=True)])
 def test_one_plan_for_many_lengths(scores, monkeypatch):
     """Nothing that is asked of sizes ties a plan to one of them."""
