@@ -98,16 +98,11 @@ def test_several_positions_behind_a_cache(family: str) -> None:
             pieces = [each(piece, **{CACHE: cache}, use_cache=True).logits for piece in IDS.split([4, 3, 2], 1)]
         found.append({"logits": torch.cat(pieces, 1), **{f"key {k}": c.keys for k, c in enumerate(cache.layers)}})
     assert_alike(*found)
-    assert not how and set(ways_of(model)) == {"function"}
-
-
-def ways_of(model: Any) -> list[str]:
-    """Ways in which attention of two positions behind a cache is run."""
     cache = transformers.DynamicCache(config=model.config)
     model(IDS, **{CACHE: cache})
-    with ways(model) as how:
+    with ways(model) as behind:
         model(IDS[:, :2], **{CACHE: cache})
-    return how
+    assert not how and set(behind) == {"function"}
 
 
 def test_other_caches() -> None:

@@ -33,7 +33,7 @@ def adapted(model: Any, family: str) -> Any:
 @pytest.mark.parametrize("family", TARGETS)
 @pytest.mark.parametrize("first", ["converted", "adapted"])
 def test_lora(family: str, first: str) -> None:
-    original = model_of(family)
+    original = model_of(family, num_hidden_layers=1)
     model = copy.deepcopy(original)
     if first == "converted":
         te_fuser.convert(model)

@@ -26,15 +26,6 @@ def values_and_gradients(run: Callable[..., torch.Tensor], tensors: Mapping[str,
     return {"output": y.detach(), **{f"d_{n}": g for n, g in zip(given, gradients, strict=True)}}
 
 
-def by_reference(op: FusableOperation) -> Callable[..., torch.Tensor]:
-    """Runs op.reference on tensors by name."""
-
-    def run(x: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
-        return op.reference(OpCall(tensors=dict(others)), x)
-
-    return run
-
-
 def assert_as_good_as_torch(
     op: FusableOperation,
     torch_form: Callable[..., torch.Tensor],
@@ -43,7 +34,8 @@ def assert_as_good_as_torch(
 ) -> None:
     """In float64 the op is torch's; else it errs at most twice what torch errs, plus one ulp of the largest value."""
     exact = values_and_gradients(torch_form, {n: t.to(dtype).double() for n, t in tensors.items()})
-    got = values_and_gradients(by_reference(op), {n: t.to(dtype) for n, t in tensors.items()})
+    by_reference = lambda x, **others: op.reference(OpCall(tensors=others), x)  # noqa: E731
+    got = values_and_gradients(by_reference, {n: t.to(dtype) for n, t in tensors.items()})
     rival = values_and_gradients(torch_form, {n: t.to(dtype) for n, t in tensors.items()})
     for name, want in exact.items():
         assert got[name].dtype == dtype and got[name].shape == want.shape

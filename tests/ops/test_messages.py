@@ -18,7 +18,7 @@ import te_fuser
 from te_fuser import Residual, Sequential, ops
 from te_fuser.formula import clamp, row_sum, split
 from te_fuser.ops.base import FusableOperation, Spec
-from tests.refused import raises, refused
+from tests.refused import raises, refusals, refused
 from tests.twins import assert_as_meant, sequential, tensor
 
 CPU = torch.device("cpu")
@@ -145,10 +145,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments(name: str) -> None:
-    make, kind, words = WRONG[name]
-    raises(kind, words, make)
+test_wrong_arguments = refusals(WRONG)
 
 
 X58 = tensor(5, 8)
@@ -336,10 +333,7 @@ WORDS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", WORDS)
-def test_mistakes(name: str) -> None:
-    call, words = WORDS[name]
-    raises(TypeError, words, call)
+test_mistakes = refusals({name: (call, TypeError, words) for name, (call, words) in WORDS.items()})
 
 
 def test_what_is_none_of_them() -> None:

@@ -11,6 +11,7 @@ import torch
 
 import te_fuser
 from te_fuser import ops
+from tests.looking import Apply
 from tests.presets.layers import HEADS, LENGTHS, PAD, B, F, K, S, attention, layer
 from tests.refused import raises
 from tests.twins import tensor
@@ -125,12 +126,7 @@ def test_a_part_or_a_parameter_that_is_gone() -> None:
     raises(AttributeError, "no 'layernorm_mlp' any more", made, x)
 
 
-class Twice(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * x
-
-
-@pytest.mark.parametrize("op", [ops.Scale(value=2.0), Twice()])
+@pytest.mark.parametrize("op", [ops.Scale(value=2.0), Apply(lambda x: 2 * x)])
 def test_what_is_appended_acts_in_every_kind_of_call(op: torch.nn.Module) -> None:
     made, usual, x = layer(), layer(), tensor(5, 2, F)
     made.append(op)

@@ -198,10 +198,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_arguments(case: str) -> None:
-    call, error, words = BAD[case]
-    raises(error, words, call)
+test_bad_arguments = refusals(BAD)
 
 
 def test_an_error_changes_nothing() -> None:

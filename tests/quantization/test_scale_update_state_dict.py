@@ -49,11 +49,6 @@ def test_paths_of_lists_and_presets() -> None:
     assert len(paths) == 4 and {"layernorm_mlp.fc1", "layernorm_mlp.fc2"} < paths
 
 
-@torch.no_grad()
-def finite(model: torch.nn.Module) -> bool:
-    return all(bool(p.grad.isfinite().all()) for p in model.parameters())  # type: ignore[union-attr]
-
-
 def test_an_overflow_that_gradients_do_not_show_is_counted() -> None:
     """Infinities saturate; each fold that finds one counts, and what was counted once is not again."""
     model, x = te.Sequential(ops.Linear(16, 32, bias=False), ops.GELU(), ops.MatMul(32, 16)), torch.randn(4, 16)
@@ -63,7 +58,7 @@ def test_an_overflow_that_gradients_do_not_show_is_counted() -> None:
         with te.autocast(recipe=RECIPE):
             y = model(x)
         y.backward(torch.full_like(y, factor))
-        assert finite(model)
+        assert all(p.grad.isfinite().all() for p in model.parameters())
         counts.append(not_finite(model))
     assert counts == [{}, {"2.output_gradient": 1}, {"2.output_gradient": 1}]
 
@@ -145,7 +140,6 @@ def looked_at(look: Any, recipe: DelayedScaling, factors: list[list[float]]) -> 
     return [t for pair in states(model).values() for t in pair]
 
 
-GROWING = [[1.0, 8.0, 2.0], [4.0, 0.5], [2.0, 16.0]]
 BEHIND = {
     "max": RECIPE,
     "newest": DelayedScaling(amax_history_len=3, amax_compute_algo="most_recent"),
@@ -160,7 +154,8 @@ BEHIND = {
 @pytest.mark.parametrize("look", LOOKS)
 def test_looks_between_backwards_split_no_entry(look: str, recipe: str) -> None:
     """An entry of a history is a region's: what comes behind a look raises it, and scales are as if nobody looked."""
-    found, want = (looked_at(how, BEHIND[recipe], GROWING) for how in (LOOKS[look], None))
+    factors = [[1.0, 8.0, 2.0], [4.0, 0.5], [2.0, 16.0]]
+    found, want = (looked_at(how, BEHIND[recipe], factors) for how in (LOOKS[look], None))
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 

@@ -27,7 +27,7 @@ from te_fuser.recipe import (
     Recipe,
     region,
 )
-from tests.refused import raises
+from tests.refused import raises, refusals
 
 FAST, SPLIT = MMParams(use_split_accumulator=False), MMParams(use_split_accumulator=True)
 KINDS = (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling)
@@ -91,10 +91,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_recipes(case: str) -> None:
-    make, error, words = BAD[case]
-    raises(error, words, make)
+test_bad_recipes = refusals(BAD)
 
 
 @dataclass(frozen=True)

@@ -281,20 +281,17 @@ def test_check_inputs():
     for shape in ((2, 4, 7, 7), (2, 1, 1, 7), (7, 7), (4, 7, 7), (7,), (), (1, 1, 7, 1)):
         op.check_inputs(x, {"attention_mask": spec(*shape, dtype=torch.bool)})
     raises(ValueError, "boolean tensor 'padding': call the model with padding=", op.check_inputs, x, {})
-    with pytest.raises(TypeError, match=r"'padding' is torch\.float32.*True = masked.*padding < 0"):
-        op.check_inputs(x, {"attention_mask": spec(7, 7)})
-    with pytest.raises(ValueError, match=r"\[7, 6\], which does not broadcast to .* = \[2, 4, 7, 7\]"):
-        op.check_inputs(x, {"attention_mask": spec(7, 6, dtype=torch.bool)})
-    with pytest.raises(ValueError, match=r"does not broadcast.*mask\[:, None\]"):
-        op.check_inputs(x, {"attention_mask": spec(2, 7, 7, dtype=torch.bool)})
-    with pytest.raises(ValueError, match=r"\[2, 7\], which does not broadcast.*give mask\[:, None, None, :\]"):
-        op.check_inputs(x, {"attention_mask": spec(2, 7, dtype=torch.bool)})
-    with pytest.raises(ValueError, match=r"\[8, 7, 7\], which does not.*give mask\.view\(2, 4, 7, 7\)"):
-        op.check_inputs(x, {"attention_mask": spec(8, 7, 7, dtype=torch.bool)})
-    with pytest.raises(ValueError, match="does not broadcast"):
-        op.check_inputs(x, {"attention_mask": spec(1, 2, 4, 7, 7, dtype=torch.bool)})
-    with pytest.raises(ValueError, match="on meta, the input on cpu"):
-        op.check_inputs(x, {"attention_mask": spec(7, 7, dtype=torch.bool, device="meta")})
+    words = r"'padding' is torch\.float32.*True = masked.*padding < 0"
+    raises(TypeError, words, op.check_inputs, x, {"attention_mask": spec(7, 7)})
+    for device, shape, words in (
+        ("cpu", (7, 6), r"\[7, 6\], which does not broadcast to .* = \[2, 4, 7, 7\]"),
+        ("cpu", (2, 7, 7), r"does not broadcast.*mask\[:, None\]"),
+        ("cpu", (2, 7), r"\[2, 7\], which does not broadcast.*give mask\[:, None, None, :\]"),
+        ("cpu", (8, 7, 7), r"\[8, 7, 7\], which does not.*give mask\.view\(2, 4, 7, 7\)"),
+        ("cpu", (1, 2, 4, 7, 7), "does not broadcast"),
+        ("meta", (7, 7), "on meta, the input on cpu"),
+    ):
+        raises(ValueError, words, op.check_inputs, x, {"attention_mask": spec(*shape, dtype=torch.bool, device=device)})
     causal = DotProductAttention(4, 8, mask="causal", layout="sequence_first")
     assert causal.named_inputs() == {}
     causal.check_inputs(x, {})

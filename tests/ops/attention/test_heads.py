@@ -29,13 +29,6 @@ LAYOUTS = ("sequence_first", "batch_first")
 STREAM = random.RandomStream(seed=0x1234_5678_9ABC, offset=5, stream=3)
 
 
-def packed_key_value(k, v, layout, packing):
-    """[B, G, K, D] and [B, G, K, E] in one tensor."""
-    if packing == "interleaved":
-        return in_layout(torch.cat((k, v), -1), layout)
-    return torch.cat((in_layout(k, layout), in_layout(v, layout)), -1)
-
-
 def parts_of(heads, kv_heads, queries, keys, dim, value_dim, samples=2):
     q = tensor(samples, heads, queries, dim, seed=1).requires_grad_()
     k = tensor(samples, kv_heads, keys, dim, seed=2).requires_grad_()
@@ -65,7 +58,9 @@ def test_values_and_gradients(layout, kv_heads, packing):
         def others_of(k, v, layout=layout, packing=packing):
             if packing is None:
                 return {"key": in_layout(k, layout), "value": in_layout(v, layout)}
-            return {"key_value": packed_key_value(k, v, layout, packing)}
+            if packing == "interleaved":
+                return {"key_value": in_layout(torch.cat((k, v), -1), layout)}
+            return {"key_value": torch.cat((in_layout(k, layout), in_layout(v, layout)), -1)}
 
         inputs = others_of(k, v)
         seen = (lambda b, i, keys=keys: range(keys)) if corner is None else causal_seen(corner, queries, keys)
