@@ -8,7 +8,7 @@ CEILINGS = {
     "lines of te_fuser and csrc": 67_756,
     "files in te_fuser": 268,
     "files flat in te_fuser/ops": 31,
-    "lines of tests": 69_666,
+    "lines of tests": 69_517,
     "lines of docs/design.md": 449,
     "mean length of a line of code": 54.0,
     "helpers of at most 8 lines that are used once": 68,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -66,6 +67,14 @@ def assert_as_meant(
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
     assert_same_gradients(grads, want_grads, tolerance)
     return got
+
+
+def stored(what: Any, weights_only: bool = False) -> Any:
+    """Read by torch.load from what torch.save has written."""
+    file = io.BytesIO()
+    torch.save(what, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
 
 
 def assert_same_gradients(

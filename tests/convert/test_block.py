@@ -15,6 +15,7 @@ from tests.convert.models import (
     FAMILY,
     assert_alike,
     both,
+    layer_of,
     model_of,
     padded,
     results,
@@ -163,11 +164,6 @@ def test_attention_by_another_function() -> None:
 
 X = torch.randn(2, 9, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 POSITIONS = torch.arange(9)[None]
-
-
-def layer_of(model: Any) -> Any:
-    """The first layer."""
-    return (model.transformer.h if hasattr(model, "transformer") else model.model.layers)[0]
 
 
 def angles_of(model: Any, part: slice) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import te_fuser
 from te_fuser.params.concatenated_parameter import lie_together
 from tests.convert.models import CACHE, FAMILY, assert_alike, both, model_of, results, tokens, transformers
 from tests.refused import raises
+from tests.twins import stored
 
 IDS = tokens()
 
@@ -176,10 +176,7 @@ def test_it_is_saved_and_loaded(family: str, tmp_path: Path) -> None:
     assert_alike(safetensors.torch.load(safetensors.torch.save(alone)), alone, 0)
     loaded = type(original).from_pretrained(tmp_path)
     assert_alike(loaded.state_dict(), original.state_dict(), 0)
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    original.load_state_dict(torch.load(file, weights_only=True))
+    original.load_state_dict(stored(model.state_dict(), weights_only=True))
     te_fuser.convert(loaded)
     assert_alike(results(loaded, IDS), results(original, IDS), 1e-4)
 

@@ -7,12 +7,16 @@ import math
 
 import torch
 
+from te_fuser.formula.random import RandomStream
 from te_fuser.ops.base import OpCall
 from tests.presets.plain import Call, attend
 
 
 def tensor(*shape, seed=0, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+STREAM = RandomStream(seed=0x1234_5678_9ABC, offset=5, stream=3)
 
 
 def in_layout(heads, layout):

@@ -6,10 +6,14 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from te_fuser.ops.base import FusableOperation, OpCall
+from te_fuser.ops.base import FusableOperation, OpCall, Spec
 
 Tensors = dict[str, torch.Tensor]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+def spec(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Spec:
+    return Spec(shape, dtype, torch.device(device))
 
 
 def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:

@@ -15,6 +15,7 @@ from te_fuser.fuser.plan.tuned import list_key
 from te_fuser.fusions import fusion
 from te_fuser.ops.base import FusableOperation, Spec
 from te_fuser.ops.collectives import Carried, Collective
+from tests.ops.check import spec
 from tests.refused import raises
 from tests.twins import assert_as_meant, sequential, tensor
 
@@ -102,15 +103,11 @@ def test_shapes(exchange: Exchange, want: tuple[int, ...], sent: float) -> None:
 
 
 def test_wrong_inputs() -> None:
-    cpu = torch.device("cpu")
     op = ops.ReduceScatter(ops.Group("g", 3, "tp"), 1)
-    with pytest.raises(
-        ValueError, match=r"ReduceScatter on one of 3 ranks \(tp\): dimension 1 of .*\[3, 8\].* 3 equal"
-    ):
-        op.infer(Spec((3, 8), torch.float32, cpu))
-    with pytest.raises(ValueError, match=r"an input of shape \[\] has no dimension 1 to cut: give another one"):
-        op.infer(Spec((), torch.float32, cpu))
-    raises(TypeError, r"convert with \.float\(\)", op.infer, Spec((3, 9), torch.int64, cpu))
+    words = r"ReduceScatter on one of 3 ranks \(tp\): dimension 1 of .*\[3, 8\].* 3 equal"
+    raises(ValueError, words, op.infer, spec(3, 8))
+    raises(ValueError, r"an input of shape \[\] has no dimension 1 to cut: give another one", op.infer, spec())
+    raises(TypeError, r"convert with \.float\(\)", op.infer, spec(3, 9, dtype=torch.int64))
     with pytest.raises(TypeError, match="AllGather takes a whole number as dim, got 1.5"):
         ops.AllGather(ops.Group(), 1.5)  # type: ignore[arg-type]
     for argument in ("forth", "back"):

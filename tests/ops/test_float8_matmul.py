@@ -12,7 +12,6 @@ import torch
 import te_fuser
 import te_fuser as te
 from te_fuser import ops
-from te_fuser.ops.base import Spec
 from te_fuser.ops.blockwise_scaling import dequantized, quantized, scales_of
 from te_fuser.quantization import quantize
 from te_fuser.recipe import (
@@ -27,7 +26,7 @@ from te_fuser.recipe import (
 )
 from tests.float8 import E4M3, E5M2
 from tests.needs import needs_compiler
-from tests.ops.check import normal
+from tests.ops.check import normal, spec
 from tests.refused import raises, refusals
 
 
@@ -367,4 +366,4 @@ def test_words() -> None:
         (ops.Float8MatMul(product, **form), "quantize it"),
         *((op, "takes x in float32") for op in (partly, own)),
     ):
-        raises(TypeError, words, op.infer, Spec((5, IN), torch.bfloat16, torch.device("cpu")))
+        raises(TypeError, words, op.infer, spec(5, IN, dtype=torch.bfloat16))

@@ -17,16 +17,10 @@ from torch import nn
 import te_fuser
 from te_fuser import Residual, Sequential, ops
 from te_fuser.formula import clamp, row_sum, split
-from te_fuser.ops.base import FusableOperation, Spec
+from te_fuser.ops.base import FusableOperation
+from tests.ops.check import spec
 from tests.refused import raises, refusals, refused
 from tests.twins import assert_as_meant, sequential, tensor
-
-CPU = torch.device("cpu")
-
-
-def spec(*shape: int, dtype: torch.dtype = torch.float32) -> Spec:
-    return Spec(shape, dtype, CPU)
-
 
 OPS: dict[str, FusableOperation] = {
     "bias": ops.Bias(8),
@@ -75,10 +69,8 @@ def test_odd_feature_size(kind: type[ops.GatedUnit]) -> None:
 @pytest.mark.parametrize("batch_dim", [2, -1, 5, -4])
 def test_batch_dim(batch_dim: int) -> None:
     for op in (ops.DropPath(0.1, batch_dim=batch_dim), ops.AdaptiveLayerNorm(8, batch_dim=batch_dim)):
-        with pytest.raises(
-            ValueError, match=rf"along dimension {batch_dim}, which is no dimension before .*\[3, 2, 8\]"
-        ):
-            op.infer(spec(3, 2, 8))
+        words = rf"along dimension {batch_dim}, which is no dimension before .*\[3, 2, 8\]"
+        raises(ValueError, words, op.infer, spec(3, 2, 8))
 
 
 def test_adaptive_inputs_of_another_shape() -> None:
@@ -128,11 +120,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         TypeError,
         "got torch.float8_e5m2: float32, bfloat16, float16 or float64",
     ),
-    "integers": (
-        lambda: ops.Cast(torch.int32),
-        TypeError,
-        "dtype such as torch.bfloat16, got torch.int32",
-    ),
+    "integers": (lambda: ops.Cast(torch.int32), TypeError, "dtype such as torch.bfloat16, got torch.int32"),
     "no_batch_dim_of_samples": (lambda: ops.DropPath(0.1), TypeError, "batch_dim"),  # type: ignore[call-arg]
     "a_keyword": (lambda: ops.Fork("class"), ValueError, "usable as a keyword argument.*got 'class'"),
     "an_argument": (lambda: ops.Add("outputs"), ValueError, "'outputs' is an argument of every call"),

@@ -10,9 +10,9 @@ import torch
 import te_fuser
 from te_fuser import ops
 from te_fuser.ops import rotary_embedding
-from te_fuser.ops.base import OpCall, Spec
+from te_fuser.ops.base import OpCall
 from te_fuser.ops.rotary_embedding import RotaryEmbedding, rotation_table
-from tests.ops.check import normal
+from tests.ops.check import normal, spec
 from tests.refused import raises
 
 LAYOUTS = ("sequence_first", "batch_first")
@@ -317,12 +317,11 @@ def test_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="cosines and sines together"):
         te_fuser.Sequential(ops.RotaryByAngles(D, heads=2, cos_sin=("c", "s")))(x, c=torch.zeros(S, 1, 1, D))
     op, _ = make()
-    good = Spec((7, 2, 64), torch.bfloat16, torch.device("cpu"))
+    good = spec(7, 2, 64, dtype=torch.bfloat16)
     assert op.infer(good) == good
-    with pytest.raises(ValueError, match=r"RotaryEmbedding takes packed .* = 64 features, got 65"):
-        op.infer(Spec((7, 2, 65), torch.float32, torch.device("cpu")))
-    raises(ValueError, "got 2 dimensions", op.infer, Spec((7, 64), torch.float32, torch.device("cpu")))
-    raises(TypeError, "convert the input", op.infer, Spec((7, 2, 64), torch.int32, torch.device("cpu")))
+    raises(ValueError, r"RotaryEmbedding takes packed .* = 64 features, got 65", op.infer, spec(7, 2, 65))
+    raises(ValueError, "got 2 dimensions", op.infer, spec(7, 64))
+    raises(TypeError, "convert the input", op.infer, spec(7, 2, 64, dtype=torch.int32))
 
 
 def test_positions_behind_the_angles() -> None:

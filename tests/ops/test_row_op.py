@@ -16,7 +16,7 @@ import te_fuser
 from te_fuser import ops
 from te_fuser.ops.base import OpCall, Spec
 from te_fuser.ops.row_op import RowOp
-from tests.ops.check import DTYPES, assert_as_good_as_torch, normal, values_and_gradients
+from tests.ops.check import DTYPES, assert_as_good_as_torch, normal, spec, values_and_gradients
 from tests.recorded import recorded
 from tests.refused import raises
 from tests.twins import assert_same
@@ -140,8 +140,7 @@ def test_gates_in_blocks_are_verified_and_planned_anew() -> None:
     assert not torch.equal(op(x), before) and op.lower()[0].op is op
     raises(ValueError, "from 1 on as glu_interleave_size, got 0", ops.GLU, glu_interleave_size=0)
     odd = ops.GLU(glu_interleave_size=4)
-    with pytest.raises(ValueError, match=r"glu_interleave_size = 4 features, two by two, got 12"):
-        odd.infer(Spec((3, 12), torch.float32, torch.device("cpu")))
+    raises(ValueError, r"glu_interleave_size = 4 features, two by two, got 12", odd.infer, spec(3, 12))
     raises(ValueError, r"Unflatten cannot take an input of shape \[3, 12\]", odd, normal(3, 12).float())
 
 
@@ -305,7 +304,7 @@ def test_several_dimensions_by_a_kernel(dtype: torch.dtype) -> None:
 
 def test_several_dimensions_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match=r"LayerNorm was made for \[\.\.\., 4, 3, 5\], got \[2, 3, 5\]"):
-        ops.LayerNorm(SIZES).infer(Spec((2, 3, 5), torch.float32, torch.device("cpu")))
+        ops.LayerNorm(SIZES).infer(spec(2, 3, 5))
     for other in ((2, 5, 3, 2), (2, *reversed(SIZES)), (60,), (2, 60), (2, 3, 4, 5)):  # also with as many elements
         for norm in (ops.LayerNorm(SIZES), te_fuser.Sequential(ops.RMSNorm(SIZES, elementwise_affine=False))):
             raises(ValueError, r"op 0 .* was made for \[\.\.\., 4, 3, 5\], got .*: give it", norm, torch.randn(other))

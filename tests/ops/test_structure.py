@@ -13,9 +13,9 @@ from te_fuser import ops
 from te_fuser.formula import Axes
 from te_fuser.formula.random import RandomStream
 from te_fuser.ops import op_table
-from te_fuser.ops.base import NamedInput, OpCall, Spec
+from te_fuser.ops.base import NamedInput, OpCall
 from te_fuser.ops.op_table import OpTable
-from tests.ops.check import DTYPES, assert_as_good_as_torch, normal
+from tests.ops.check import DTYPES, assert_as_good_as_torch, normal, spec
 from tests.refused import raises
 from tests.twins import assert_same
 
@@ -52,9 +52,6 @@ def test_rows_by_class() -> None:
 @pytest.mark.parametrize("other", [torch.nn.Linear, Base(), lambda: None])
 def test_rows_of_other_classes_are_refused(other: Any) -> None:
     raises(TypeError, "a row of refused is of a class of ops, got", lambda: OpTable("refused", 1.0).row(2.0)(other))
-
-
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -112,7 +109,7 @@ def test_cast_and_the_way_back(target: torch.dtype) -> None:
     x = normal(3, 4).float().requires_grad_()
     y = op.reference(OpCall(), x)
     assert y.dtype == target and torch.equal(y, x.to(target))
-    assert op.infer(Spec((3, 4), torch.float32, CPU)) == Spec((3, 4), target, CPU)
+    assert op.infer(spec(3, 4)) == spec(3, 4, dtype=target)
     (dx,) = torch.autograd.grad(y, x, torch.full_like(y, 0.1))
     assert dx.dtype == torch.float32 and torch.equal(dx, torch.full_like(y, 0.1).float())
     assert str(target) in repr(op)
@@ -171,7 +168,7 @@ def test_reshape_and_back(shape: tuple[int, ...]) -> None:
     call = OpCall()
     y = op.op_forward(call, x)
     assert torch.equal(y, x.reshape(shape)) and y.data_ptr() == x.data_ptr()
-    assert op.infer(Spec((2, 3, 8), torch.float32, CPU)).shape == tuple(y.shape)
+    assert op.infer(spec(2, 3, 8)).shape == tuple(y.shape)
     dy = normal(*y.shape, seed=1)
     (want,) = torch.autograd.grad(y, x, dy)
     assert torch.equal(op.op_backward(OpCall(notes=call.notes), dy), want)  # reads no tensor
@@ -190,7 +187,7 @@ def test_flatten_is_torchs(dims: tuple[int, int]) -> None:
     x = normal(2, 3, 4, 5)
     want = x.flatten(*dims)
     assert torch.equal(ops.Flatten(*dims)(x), want)
-    assert ops.Flatten(*dims).infer(Spec(tuple(x.shape), torch.float32, CPU)).shape == want.shape
+    assert ops.Flatten(*dims).infer(spec(*x.shape)).shape == want.shape
 
 
 @pytest.mark.parametrize(("dim", "sizes"), [(-1, (3, 4)), (0, (2, -1)), (1, (1, 1, 5))])
@@ -198,11 +195,11 @@ def test_unflatten_is_torchs(dim: int, sizes: tuple[int, ...]) -> None:
     x = normal(6, 5, 12).requires_grad_()
     op = ops.Unflatten(dim, sizes)
     assert_same(op(x), x.unflatten(dim, sizes), [x], tolerance=0)
-    assert op.infer(Spec((0, 5, 12), torch.float32, CPU)).shape[-3:] if dim else True
+    assert op.infer(spec(0, 5, 12)).shape[-3:] if dim else True
 
 
 def test_dimensions_and_names_that_are_not_there() -> None:
-    x = Spec((2, 3), torch.float32, CPU)
+    x = spec(2, 3)
     for op, words in (
         (ops.Flatten(2), "no dimension 2"),
         (ops.Flatten(1, 0), "start_dim 1 lies behind end_dim 0"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +15,7 @@ import te_fuser
 from te_fuser import ops
 from tests.ops.check import normal
 from tests.refused import raises
+from tests.threads import in_threads
 from tests.twins import assert_same
 
 IN, OUT = 6, 5
@@ -67,20 +67,12 @@ def test_values_and_gradients(dtype: torch.dtype) -> None:
 
 
 def test_copies_and_threads() -> None:
-    model, x, found = Affine(), normal(3, IN).float(), {}
+    model, x = Affine(), normal(3, IN).float()
     weights = [normal(OUT, IN, seed=k).float() for k in range(4)]
 
-    def run(k: int) -> None:
-        for _ in range(20):
-            found[k] = model(x, weights[k])
-
-    threads = [threading.Thread(target=run, args=(k,)) for k in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    for k, weight in enumerate(weights):
-        torch.testing.assert_close(found[k], meaning(x, weight, model.bias))
+    found = in_threads(*(lambda w=w: [model(x, w) for _ in range(20)][-1] for w in weights))
+    for y, weight in zip(found, weights, strict=True):
+        torch.testing.assert_close(y, meaning(x, weight, model.bias))
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         torch.testing.assert_close(twin(x, weights[1]), found[1])
 
@@ -88,10 +80,8 @@ def test_copies_and_threads() -> None:
 def test_what_nobody_gives() -> None:
     model, x = Affine(), normal(3, IN).float()
     model(x, model.weight)
-    with pytest.raises(
-        TypeError, match=r"an op reads 'weight' of the call: call the model with \*\*\{'weight': tensor"
-    ):
-        model.variant(given=True)(x)
+    words = r"an op reads 'weight' of the call: call the model with \*\*\{'weight': tensor"
+    raises(TypeError, words, lambda: model.variant(given=True)(x))
     with pytest.raises(ValueError, match=r"parameter weight has shape \[6, 5\], the op was made for \[5, 6\]"):
         model(x, torch.zeros(IN, OUT))
 

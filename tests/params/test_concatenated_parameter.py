@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,7 @@ from te_fuser.params import concatenated_parameter
 from te_fuser.params.concatenated_parameter import TransposedBinding
 from tests.ops.check import normal
 from tests.refused import raises
-from tests.twins import assert_same
+from tests.twins import assert_same, stored
 
 WIDTH, ROWS = 8, {"query": 8, "key": 3, "value": 5}
 OUT = sum(ROWS.values())
@@ -120,13 +119,6 @@ def test_copied_only_where_they_lie_apart(together: bool, monkeypatch: pytest.Mo
     assert len(model.plan(x).graph.nodes) == 4
 
 
-def saved(model: Projection) -> Projection:
-    held = io.BytesIO()
-    torch.save(model, held)
-    held.seek(0)
-    return torch.load(held, weights_only=False)
-
-
 def loaded(model: Projection, assign: bool) -> Projection:
     found = Projection()
     found.load_state_dict(copy.deepcopy(model.state_dict()), assign=assign)
@@ -137,7 +129,7 @@ WAYS: dict[str, Callable[[Projection], Projection]] = {
     "to": lambda m: m.to(torch.bfloat16).to(torch.float32),
     "deepcopy": copy.deepcopy,
     "pickle": lambda m: pickle.loads(pickle.dumps(m)),
-    "save": saved,
+    "save": stored,
     "load": lambda m: loaded(m, False),
     "assign": lambda m: loaded(m, True),
     "inside": lambda m: copy.deepcopy(torch.nn.Sequential(m)).double().float()[0],

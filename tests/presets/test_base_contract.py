@@ -16,15 +16,7 @@ import torch
 import te_fuser
 from te_fuser import ops
 from tests.presets import plain
-from tests.presets.layers import (
-    HEADS,
-    OWN,
-    PRESETS,
-    bare_list,
-    forward_hook,
-    leaves_of,
-    sample,
-)
+from tests.presets.layers import HEADS, OWN, PRESETS, bare_list, forward_hook, leaves_of, sample
 from tests.presets.plain import ACTIVATIONS, Call, activated, linear, normalized
 from tests.refused import raises
 from tests.twins import assert_same, randomize, tensor
@@ -246,10 +238,7 @@ def test_preset_in_lists_is_one_plan_and_hooks_run(name: str) -> None:
 
 
 BESIDE = ("return_bias", "return_layernorm_output")
-ASKED = [
-    ("Linear", BESIDE[:1]),
-    *((name, asked) for name in NORMED for asked in (BESIDE[:1], BESIDE[1:], BESIDE)),
-]
+ASKED = [("Linear", BESIDE[:1]), *((name, asked) for name in NORMED for asked in (BESIDE[:1], BESIDE[1:], BESIDE))]
 
 
 @pytest.mark.parametrize(("name", "asked"), ASKED)

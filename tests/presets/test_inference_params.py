@@ -228,10 +228,8 @@ def test_steps_without_a_sequence_or_its_caches() -> None:
     want = run(made, x, params)
     params.pre_step({})
     assert not params.sequences
-    with pytest.raises(
-        ValueError, match=r"pre_step was told no sequence, and the call has 2 samples: name them, or reset"
-    ):
-        run(made, x, params)
+    words = r"pre_step was told no sequence, and the call has 2 samples: name them, or reset"
+    raises(ValueError, words, run, made, x, params)
     params.reset()
     torch.testing.assert_close(run(made, x, params), want)
     # A layer that no earlier step went through, as a copy of one without a number is.

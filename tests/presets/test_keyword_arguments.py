@@ -91,9 +91,7 @@ NOTHING = {
     "symmetric_ar_type": None,
     "save_original_input": True,
 }
-MISSING = {
-    "symmetric_ar_type": "multimem_all_reduce",
-}
+MISSING = {"symmetric_ar_type": "multimem_all_reduce"}
 OF_OTHERS = {"cp_group": None, "cp_comm_type": "p2p"}  # which the preset of attention takes
 MISSING_IN_OTHERS = {"cp_stream": "a stream", "cp_global_ranks": [0, 1]}
 
@@ -315,10 +313,8 @@ def test_what_goes_by_position_is_what_its_name_says_and_more_is_told_so(name: s
     numbers = [getattr(m, "layer_number", None) for m in made.modules()]
     assert numbers == [getattr(m, "layer_number", None) for m in want.modules()]
     last = by_position(getattr(te_fuser, name))[-1]
-    with pytest.raises(
-        TypeError, match=rf"^{name}\(\) takes .*{last} by position, got \(1, 0\) behind them: give it by"
-    ):
-        getattr(te_fuser, name)(*GIVEN[name], (1, 0))
+    words = rf"^{name}\(\) takes .*{last} by position, got \(1, 0\) behind them: give it by"
+    raises(TypeError, words, lambda: getattr(te_fuser, name)(*GIVEN[name], (1, 0)))
 
     class Own(getattr(te_fuser, name)):  # type: ignore[misc]
         def __init__(self, *sizes: int) -> None:

@@ -10,18 +10,7 @@ import torch
 
 import te_fuser
 from tests.presets import plain
-from tests.presets.layers import (
-    HEADS,
-    LENGTHS,
-    PAD,
-    B,
-    F,
-    K,
-    S,
-    attention,
-    layer,
-    leaves_of,
-)
+from tests.presets.layers import HEADS, LENGTHS, PAD, B, F, K, S, attention, layer, leaves_of
 from tests.presets.layers import assert_as_meant as assert_layer_as_meant
 from tests.presets.plain import Call, causal
 from tests.twins import assert_same, tensor

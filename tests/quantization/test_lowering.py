@@ -20,6 +20,7 @@ from te_fuser import ops
 from te_fuser.quantization import lowering, states
 from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, Format
 from tests.quantization.regions import FFN, MODELS, RECIPE, F, amaxes, call, data, gradients, mlp, on, trained
+from tests.threads import in_threads
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -249,10 +250,7 @@ def test_float64_is_refused_before_anything_runs_and_references_take_it() -> Non
     y = model(x)
     for region in (on(), te.autocast(recipe=Float8CurrentScaling()), te.fp8_autocast(calibrating=True)):
         for look in (model, model.explain):
-            with (
-                region,
-                pytest.raises(TypeError, match=r"0.1.matmul: x is in float64, .*FP8.*convert model"),
-            ):
+            with region, pytest.raises(TypeError, match=r"0.1.matmul: x is in float64, .*FP8.*convert model"):
                 look(x)
     with on():
         torch.testing.assert_close(model.reference(x), y)
@@ -339,9 +337,7 @@ def test_a_thread_that_ended_inside_of_a_region_is_waited_for_no_more() -> None:
         on().__enter__()
         model(data(1))
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
+    in_threads(run)
     with on():
         twin(data(1))
     assert amaxes(model) == amaxes(twin)

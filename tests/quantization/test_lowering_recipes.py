@@ -18,13 +18,7 @@ from te_fuser.kernels import quantizers
 from te_fuser.kernels.cublaslt import products
 from te_fuser.quantization import checkpoint_contexts, lowering, microbatch, states
 from te_fuser.quantization.rerun import GraphedRegion
-from te_fuser.recipe import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
-    Recipe,
-)
+from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from tests.quantization.regions import assert_same, call
 from tests.refused import raises
 

@@ -17,6 +17,7 @@ from te_fuser.quantization.products import device_of, products, products_of
 from te_fuser.recipe import DelayedScaling, Format
 from tests.float8 import E4M3, E5M2, FORMATS, codes, nearest_codes, telling_numbers
 from tests.needs import needs_compiler
+from tests.quantization.folded import RECIPE, step
 from tests.refused import raises, refusals
 
 formats = pytest.mark.parametrize("dtype", FORMATS)
@@ -138,7 +139,7 @@ def test_devices_and_what_no_product_of_8_bits_takes() -> None:
     assert products_of(model) == {}
 
 
-RECIPE, OTHER = DelayedScaling(amax_history_len=3), DelayedScaling(amax_history_len=5, fp8_format=Format.E4M3)
+OTHER = DelayedScaling(amax_history_len=5, fp8_format=Format.E4M3)
 
 
 class Model(torch.nn.Module):
@@ -155,9 +156,7 @@ class Model(torch.nn.Module):
 
 def lengths(model: Any) -> dict[str, int]:
     """Path -> the length of the history, after a step."""
-    with te.autocast(recipe=RECIPE):
-        y = model(torch.randn(4, 16))
-    y.square().sum().backward()
+    step(model, torch.randn(4, 16))
     return {name.removesuffix(".input"): len(h) for name, (_, h) in states(model).items() if name.endswith(".input")}
 
 

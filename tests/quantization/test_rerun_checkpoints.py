@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,9 @@ import te_fuser as te
 from te_fuser import ops
 from te_fuser.quantization import checkpoint_contexts, states
 from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
-from tests.quantization.folded import RECIPE, same
+from tests.quantization.folded import RECIPE, same, step
+from tests.refused import raises
+from tests.threads import in_threads
 
 WAYS: dict[str, Callable[..., Any]] = {
     "te": te.checkpoint,
@@ -30,12 +31,6 @@ def model() -> te.Sequential:
 
 def plainly(f: Any, x: torch.Tensor) -> torch.Tensor:
     return f(x)
-
-
-def trained_by(m: Any, x: torch.Tensor) -> None:
-    with te.autocast(recipe=RECIPE):
-        y = m(x)
-    y.square().sum().backward()
 
 
 def results(y: torch.Tensor, x: torch.Tensor, m: Any) -> list[torch.Tensor]:
@@ -59,13 +54,13 @@ def in_steps(run: Any, m: Any, x: torch.Tensor, inside: bool) -> list[torch.Tens
 
 def late(run: Any, m: Any, x: torch.Tensor) -> list[torch.Tensor]:
     """With the scales of then."""
-    trained_by(m, x)
+    step(m, x)
     with te.autocast(recipe=RECIPE):
         y = run(m, x)
     for k in range(3):
-        trained_by(m, (k + 2) * x)
+        step(m, (k + 2) * x)
     found = results(y, x, m)
-    trained_by(m, x)
+    step(m, x)
     return found
 
 
@@ -86,13 +81,13 @@ def partly_in_own_precision(run: Any, m: Any, x: torch.Tensor) -> list[torch.Ten
             return m[3](m[2](y))
 
     with te.autocast(recipe=RECIPE):
-        trained_by(m, x)
+        step(m, x)
         y = run(part, x)
     return results(y, x, m)
 
 
 def one_inside_of_another(run: Any, m: Any, x: torch.Tensor) -> list[torch.Tensor]:
-    trained_by(m, x)
+    step(m, x)
     given = (30 * x).detach().requires_grad_()
     with te.autocast(recipe=RECIPE):
         y = run(lambda t: run(m, t), given)
@@ -148,10 +143,8 @@ def test_a_recompute_in_another_region_raises(reentrant: bool, case: str, warm: 
     for recipe in (then, around) if warm and then is not None else ():
         _in(recipe, lambda: m(x).sum().backward())
     y = (lambda f: f() if then is None else _in(then, f))(lambda: checkpoint(m, x, use_reentrant=reentrant))
-    with pytest.raises(
-        RuntimeError, match="in another region than it ran in.*checkpoint_contexts.*te_fuser.checkpoint"
-    ):
-        _in(around, lambda: y.sum().backward())
+    words = "in another region than it ran in.*checkpoint_contexts.*te_fuser.checkpoint"
+    raises(RuntimeError, words, _in, around, lambda: y.sum().backward())
     _in(around, lambda: m(x).sum().backward())  # and everything goes on
 
 
@@ -194,7 +187,7 @@ def test_a_region_inside_of_a_recompute_of_torchs_raises() -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_torchs_checkpoint_is_as_ever_outside_of_regions(reentrant: bool) -> None:
     m, x = model(), torch.randn(8, 16, requires_grad=True)
-    trained_by(m, x.detach())
+    step(m, x.detach())
     want = torch.autograd.grad(m(x).sum(), [x])[0]
     checkpoint(m, x, use_reentrant=reentrant).sum().backward()
     assert torch.equal(x.grad, want)
@@ -220,20 +213,15 @@ def test_threads_have_regions_of_their_own() -> None:
         plain = m(x)
         with te.autocast(recipe=RECIPE):
             quantized = m(x)
-    wrong, together = [], threading.Barrier(2)
+    wrong = []
 
     def run(on: bool) -> None:
-        together.wait()
         for _ in range(50):
             with torch.no_grad(), te.autocast(enabled=on, recipe=RECIPE):
                 if not torch.equal(m(x), quantized if on else plain):
                     wrong.append(on)
 
-    threads = [threading.Thread(target=run, args=(on,)) for on in (True, False)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(lambda: run(True), lambda: run(False))
     assert wrong == [] and not torch.equal(plain, quantized)
 
 
@@ -252,18 +240,16 @@ def _trained_beside(folds: bool, together: bool) -> tuple[Any, ...]:
     torch.manual_seed(0)
     x, mine, other, seen = torch.randn(8, 16), model(), model(), []
     for m in (mine, other):
-        trained_by(m, x)
+        step(m, x)
 
     def beside() -> None:
-        trained_by(other, 50 * x)
-        trained_by(other, 5 * x)
+        step(other, 50 * x)
+        step(other, 5 * x)
 
     def function(t: torch.Tensor) -> torch.Tensor:
         half = mine[:2](t)
         if seen and together:
-            thread = threading.Thread(target=beside)
-            thread.start()
-            thread.join()
+            in_threads(beside)
         y = mine[2:](half)
         seen.append(y.detach())
         return y * y.detach().sin()

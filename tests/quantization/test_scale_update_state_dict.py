@@ -187,9 +187,6 @@ def test_what_was_loaded_after_a_look_is_another_history() -> None:
     assert states(model)["0.output_gradient"][1].tolist() == [9.0, 5.0, 6.0]
 
 
-LARGEST = torch.finfo(torch.float32).max
-
-
 def test_functions_of_ones_own_get_the_newest_first() -> None:
     found: list[torch.Tensor] = []
 
@@ -211,7 +208,9 @@ def test_functions_of_ones_own_get_the_newest_first() -> None:
     assert state.scale.tolist() == [448.0 / 2 / 2, 1.0, 57344.0 / 4 / 2]
 
 
-@pytest.mark.parametrize(("given", "wanted"), [(math.nan, 5.0), (0.0, 5.0), (-1.0, 5.0), (math.inf, LARGEST)])
+@pytest.mark.parametrize(
+    ("given", "wanted"), [(math.nan, 5.0), (0.0, 5.0), (-1.0, 5.0), (math.inf, torch.finfo(torch.float32).max)]
+)
 def test_functions_that_give_no_scale_move_none_and_infinity_the_largest(given: float, wanted: float) -> None:
     recipe = DelayedScaling(scaling_factor_compute_algo=lambda amax, scale, most, recipe: torch.full_like(scale, given))
     made = scales_of(recipe, torch.ones(2, 3), torch.full((3,), 5.0))

@@ -18,6 +18,7 @@ from te_fuser.params.scales import RECORDED, States
 from te_fuser.quantization import states
 from te_fuser.recipe import DelayedScaling, Float8CurrentScaling
 from tests.quantization.regions import Reference
+from tests.refused import raises
 
 F = 32
 RECENT = DelayedScaling(amax_history_len=3, amax_compute_algo="most_recent")
@@ -392,10 +393,8 @@ def test_models_without_scales_are_given_none(called: bool, grad: bool) -> None:
         if called:
             with torch.no_grad():
                 model(data())
-        with pytest.raises(
-            ValueError, match=r"fp8_scale was given to a Linear that has no such buffer yet, as torch\.fu"
-        ):
-            functional_call(model, given, (data(),))
+        words = r"fp8_scale was given to a Linear that has no such buffer yet, as torch\.fu"
+        raises(ValueError, words, functional_call, model, given, (data(),))
         assert torch.equal(model(data()), made()(data()))
     model.load_state_dict({**model.state_dict(), **given})
     with on(), torch.no_grad():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from te_fuser.quantization.products import products_of
 from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 from tests.float8 import E4M3, codes
 from tests.refused import raises
+from tests.twins import stored
 
 F, FFN, HEADS = 64, 128, 4
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -100,17 +100,11 @@ def test_saved_and_loaded(name: str) -> None:
     """Strictly, without code, into a model in 8 bits and a wide one; copies and saved models are the same."""
     narrow, wide = made(name)
     x = data(5, 1, F)
-    y, file = run(narrow, x), io.BytesIO()
-    torch.save(narrow.state_dict(), file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
+    y, saved = run(narrow, x), stored(narrow.state_dict(), weights_only=True)
     with te.quantized_model_init():
         other = MODELS[name]()
     other.load_state_dict(saved, strict=True)
-    whole = io.BytesIO()  # plain pickle knows no storages of 8 bits
-    torch.save(narrow, whole)
-    whole.seek(0)
-    for twin in (other, copy.deepcopy(narrow), torch.load(whole, weights_only=False)):
+    for twin in (other, copy.deepcopy(narrow), stored(narrow)):  # plain pickle knows no storages of 8 bits
         assert torch.equal(run(twin, x), y)
     again = copy.deepcopy(wide)
     again.load_state_dict(saved, strict=True)
@@ -280,20 +274,13 @@ IN_INFERENCE_MODE: dict[str, Callable[[Any], Any]] = {
     "assigned": lambda wide: _loaded(made("LayerNormMLP")[0], made("LayerNormMLP")[0].state_dict(), assign=True),
     "moved": lambda wide: made("LayerNormMLP")[0].bfloat16().float(),
     "copied": lambda wide: copy.deepcopy(made("LayerNormMLP")[0]),
-    "read": lambda wide: torch.load(_file(made("LayerNormMLP")[0]), weights_only=False),
+    "read": lambda wide: stored(made("LayerNormMLP")[0]),
 }
 
 
 def _loaded(model: Any, saved: Any, **how: Any) -> Any:
     model.load_state_dict(saved, strict=False, **how)
     return model
-
-
-def _file(model: Any) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return file
 
 
 @pytest.mark.parametrize("ran", [False, True])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 import copy
 import pickle
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +27,7 @@ from te_fuser.recipe import (
     region,
 )
 from tests.refused import raises, refusals
+from tests.threads import in_threads
 
 FAST, SPLIT = MMParams(use_split_accumulator=False), MMParams(use_split_accumulator=True)
 KINDS = (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling)
@@ -237,12 +237,8 @@ def test_regions_decorate_functions_and_can_be_pickled() -> None:
 
 
 def test_errors_other_threads_and_contexts_are_in_no_region() -> None:
-    found: list[Any] = []
     with te.autocast(recipe=RECIPE):
-        thread = threading.Thread(target=lambda: found.append(region.current()))
-        thread.start()
-        thread.join()
-        found.append(contextvars.Context().run(region.current))
+        found = [*in_threads(region.current), contextvars.Context().run(region.current)]
         assert region.current() is not None
     assert found == [None, None]
     with pytest.raises(RuntimeError, match="inside"), te.autocast(recipe=RECIPE):

@@ -16,14 +16,15 @@ from te_fuser.formula import random
 from te_fuser.ops.attention.dot_product_attention import DotProductAttention
 from te_fuser.ops.attention.heads import Apart
 from te_fuser.ops.attention.mask import MASKS
-from te_fuser.ops.base import OpCall, Spec
+from te_fuser.ops.base import OpCall
 from tests.kernels.attention.cases import LAYOUTS, PACKINGS, boolean_mask
 from tests.ops import attention_cases
+from tests.ops.attention_cases import STREAM
+from tests.ops.check import spec
 from tests.presets.plain import Call, attend
 from tests.refused import raises
 
 SAMPLES, POSITIONS = 2, 7
-STREAM = random.RandomStream(seed=0x1234_5678_9ABC, offset=5, stream=3)
 
 
 def packed_by_hand(q, k, v, layout, packing):
@@ -221,10 +222,6 @@ def test_outputs_own_their_storage():
         for made in run(op, x, dy):
             assert made.is_contiguous() and not made._is_view()
             assert made.untyped_storage().nbytes() == made.numel() * made.element_size()
-
-
-def spec(*shape, dtype=torch.float32, device="cpu"):
-    return Spec(shape, dtype, torch.device(device))
 
 
 def test_infer_and_flops():

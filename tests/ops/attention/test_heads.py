@@ -12,21 +12,18 @@ import torch.nn.functional as F
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.formula import random
 from te_fuser.fuser import pipeline
 from te_fuser.fuser.pipeline import make_plan
 from te_fuser.ops.attention.dot_product_attention import DotProductAttention
 from te_fuser.ops.attention.heads import Apart, ApartHeads
 from te_fuser.ops.attention.math import kept
-from te_fuser.ops.base import Spec
-from tests.ops.attention_cases import by_formula, check, in_layout, run, tensor
-from tests.ops.check import normal
+from tests.ops.attention_cases import STREAM, by_formula, check, in_layout, run, tensor
+from tests.ops.check import normal, spec
 from tests.refused import raises
 from tests.twins import assert_as_meant, assert_same, sequential
 from tests.twins import tensor as draw
 
 LAYOUTS = ("sequence_first", "batch_first")
-STREAM = random.RandomStream(seed=0x1234_5678_9ABC, offset=5, stream=3)
 
 
 def parts_of(heads, kv_heads, queries, keys, dim, value_dim, samples=2):
@@ -125,10 +122,6 @@ def test_outputs_own_their_storage_and_have_their_inputs_dtypes():
         for made in (y, dx, *others.values()):
             assert made.is_contiguous() and not made._is_view()
             assert made.untyped_storage().nbytes() == made.numel() * made.element_size()
-
-
-def spec(*shape, dtype=torch.float32):
-    return Spec(shape, dtype, torch.device("cpu"))
 
 
 def test_what_cannot_be_is_refused():

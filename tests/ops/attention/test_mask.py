@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ import torch
 from te_fuser import ops
 from te_fuser.ops.attention.dot_product_attention import DotProductAttention
 from te_fuser.ops.attention.mask import AttentionMask
-from te_fuser.ops.base import OpCall, Spec
+from te_fuser.ops.base import OpCall
 from tests.ops import attention_cases
 from tests.ops.attention_cases import by_formula, in_layout, run, tensor
+from tests.ops.check import spec
 from tests.refused import raises
 
 WINDOWS = [None, (2, 1), (0, 0), (None, 2), (3, None)]
@@ -110,12 +112,12 @@ def test_the_last_that_is_no_padding_is_the_corner(window, sides):
 
 def test_masks_that_cannot_be_and_padding_that_does_not_fit():
     op = DotProductAttention(2, 3, mask=AttentionMask(padding="ours"), layout="batch_first")
-    x = Spec((2, 5, 18), torch.float32, torch.device("cpu"))
+    x = spec(2, 5, 18)
     for shape, dtype, error, words in (
         ((2, 5), torch.bool, ValueError, r"takes \[batch, 1, 1, positions\] = \[2, 1, 1, 5\]; give mask\[:, None"),
         ((2, 1, 1, 5), torch.float32, TypeError, "takes booleans, True = padding"),
     ):
-        raises(error, words, op.check_inputs, x, {"padding": Spec(shape, dtype, x.device)})
+        raises(error, words, op.check_inputs, x, {"padding": spec(*shape, dtype=dtype)})
     raises(ValueError, "reads padding from 'ours'", op.check_inputs, x, {})
     raises(ValueError, r"window is \(left, right\).*got \(-1, 0\)", AttentionMask, window=(-1, 0))
     raises(ValueError, "corner='left' is unknown; use one of 'top_left', 'bottom_right'", AttentionMask, corner="left")
@@ -221,28 +223,25 @@ def test_arguments(arguments, words):
     raises(ValueError, words, DotProductAttention, 2, 4, **{"mask": "none", "layout": "sequence_first", **arguments})
 
 
-def spec(*shape, dtype=torch.int32):
-    return Spec(shape, dtype, torch.device("cpu"))
-
-
 def test_inputs():
+    counts = partial(spec, dtype=torch.int32)
     op = DotProductAttention(2, 4, mask=AttentionMask(lengths="n"), layout="batch_first")
-    x = spec(3, 7, 24, dtype=torch.float32)
-    op.check_inputs(x, {"lengths": spec(3)})
+    x = spec(3, 7, 24)
+    op.check_inputs(x, {"lengths": counts(3)})
     for given, kind, words in (
         ({}, ValueError, "reads lengths from 'n': call the model with n="),
-        ({"lengths": spec(4)}, ValueError, r"'n' has shape \[4\]; DotProductAttention takes lengths \[3\]"),
-        ({"lengths": spec(3, dtype=torch.float32)}, TypeError, r"'n' is torch.float32; .* whole numbers"),
+        ({"lengths": counts(4)}, ValueError, r"'n' has shape \[4\]; DotProductAttention takes lengths \[3\]"),
+        ({"lengths": spec(3)}, TypeError, r"'n' is torch.float32; .* whole numbers"),
     ):
         raises(kind, words, op.check_inputs, x, given)
     names = {name: name for name in ("lengths", "key_lengths", "offsets", "key_offsets")}
     op = DotProductAttention(2, 4, mask=AttentionMask(**names), layout="tokens", packing="apart")
-    x = spec(7, 8, dtype=torch.float32)
-    others = {"key": x, "value": x, "lengths": spec(3), "key_lengths": spec(3)}
-    op.check_inputs(x, {**others, "offsets": spec(4), "key_offsets": spec(4)})
+    x = spec(7, 8)
+    others = {"key": x, "value": x, "lengths": counts(3), "key_lengths": counts(3)}
+    op.check_inputs(x, {**others, "offsets": counts(4), "key_offsets": counts(4)})
     with pytest.raises(ValueError, match=r"say \[4, 5\]; DotProductAttention takes as many of both"):
-        op.check_inputs(x, {**others, "key_lengths": spec(4), "offsets": spec(4), "key_offsets": spec(5)})
-    raises(ValueError, r"takes \[tokens, features\], got 3 dimensions", op.infer, spec(1, 7, 8, dtype=torch.float32))
+        op.check_inputs(x, {**others, "key_lengths": counts(4), "offsets": counts(4), "key_offsets": counts(5)})
+    raises(ValueError, r"takes \[tokens, features\], got 3 dimensions", op.infer, spec(1, 7, 8))
     assert op.infer(x) == x
 
 

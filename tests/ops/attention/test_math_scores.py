@@ -9,15 +9,14 @@ import torch
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.formula import random
 from te_fuser.ops.attention.dot_product_attention import DotProductAttention
 from te_fuser.ops.attention.math import AttentionScores, alibi_slopes, at_places, kept
-from te_fuser.ops.base import OpCall, Spec
+from te_fuser.ops.base import OpCall
 from tests.ops import attention_cases
-from tests.ops.attention_cases import by_formula, close, in_layout, run, tensor
+from tests.ops.attention_cases import STREAM, by_formula, close, in_layout, run, tensor
+from tests.ops.check import spec
 from tests.refused import raises
 
-STREAM = random.RandomStream(seed=0x1234_5678_9ABC, offset=5, stream=3)
 SAMPLES, HEADS, QUERIES, KEYS, DIM = 2, 4, 5, 7, 3
 BIASES = [(SAMPLES, HEADS, QUERIES, KEYS), (1, HEADS, 1, KEYS), (QUERIES, KEYS), (SAMPLES, 1, QUERIES, 1), ()]
 
@@ -186,10 +185,6 @@ def test_what_cannot_be_is_refused():
     raises(TypeError, "takes a number as soft_cap, got '30'", AttentionScores, "30")
     raises(ValueError, "sink='one' is unknown; use one of 'none', 'zero', 'learned'", AttentionScores, sink="one")
     op = DotProductAttention(2, 4, scores=AttentionScores(bias="b", alibi="s"), layout="batch_first", mask="none")
-
-    def spec(*shape, dtype=torch.float32):
-        return Spec(shape, dtype, torch.device("cpu"))
-
     x, slopes = spec(3, 7, 24), spec(2)
     op.check_inputs(x, {"attention_bias": spec(2, 7, 7), "alibi_slopes": slopes})
     for bias, slope, kind, words in (
