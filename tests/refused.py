@@ -31,6 +31,12 @@ def refused(error, words, call):
         assert re.search(word, text), f"{word!r} is not in {text!r}"
 
 
+def raises(error, words, call, *args, **named):
+    """`call` with these arguments raises, and its message has the words."""
+    with pytest.raises(error, match=words):
+        call(*args, **named)
+
+
 def refusals(table):
     """A test for a module: each call of {name: (call, kind of error, words)} raises with the words."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import io
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -84,6 +85,14 @@ def assert_as_meant(
     return got
 
 
+def stored(what: Any, weights_only: bool = False) -> Any:
+    """Read by torch.load from what torch.save has written."""
+    file = io.BytesIO()
+    torch.save(what, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
+
+
 def assert_same_gradients(
     got: Mapping[str, torch.Tensor | None], want: Mapping[str, torch.Tensor | None], tolerance: float = 1e-11
 ) -> None:
@@ -95,3 +104,21 @@ def assert_same_gradients(
             torch.testing.assert_close(
                 got[name], gradient, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
             )
+
+
+def _tensors(made: Any) -> tuple[torch.Tensor, ...]:
+    return made if isinstance(made, tuple) else (made,)
+
+
+def assert_same(
+    got: Any, want: Any, leaves: Mapping[str, torch.Tensor] | Iterable[torch.Tensor], tolerance: float | None = 1e-10
+) -> None:
+    """Values and the gradients of all leaves, for random output gradients; 0: bit for bit, None: as PyTorch."""
+    ours, theirs = _tensors(got), _tensors(want)
+    assert len(ours) == len(theirs)
+    named = leaves if isinstance(leaves, Mapping) else {f"leaf {k}": leaf for k, leaf in enumerate(leaves)}
+    dys = [tensor(*y.shape, dtype=y.dtype, grad=False, seed=7 + k) for k, y in enumerate(ours)]
+    grads = [torch.autograd.grad(ys, list(named.values()), dys, retain_graph=True) for ys in (ours, theirs)]
+    names = [*(f"output {k}" for k in range(len(ours))), *named]
+    for name, mine, other in zip(names, (*ours, *grads[0]), (*theirs, *grads[1]), strict=True):
+        torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")

@@ -65,6 +65,10 @@ def both(family: str, dtype: torch.dtype = torch.float64, **config: Any) -> tupl
     return model, original
 
 
+def layer_of(model: Any, number: int = 0) -> Any:
+    return (model.transformer.h if hasattr(model, "transformer") else model.model.layers)[number]
+
+
 def tokens(samples: int = 2, positions: int = 9, seed: int = 0) -> torch.Tensor:
     """[samples, positions], none of them padding."""
     return torch.randint(1, WORDS, (samples, positions), generator=torch.Generator().manual_seed(seed))

@@ -15,6 +15,7 @@ from tests.convert.models import (
     FAMILY,
     assert_alike,
     both,
+    layer_of,
     model_of,
     padded,
     results,
@@ -22,6 +23,7 @@ from tests.convert.models import (
     transformers,
     ways,
 )
+from tests.refused import raises
 
 IDS = tokens()
 
@@ -97,16 +99,11 @@ def test_several_positions_behind_a_cache(family: str) -> None:
             pieces = [each(piece, **{CACHE: cache}, use_cache=True).logits for piece in IDS.split([4, 3, 2], 1)]
         found.append({"logits": torch.cat(pieces, 1), **{f"key {k}": c.keys for k, c in enumerate(cache.layers)}})
     assert_alike(*found)
-    assert not how and set(ways_of(model)) == {"function"}
-
-
-def ways_of(model: Any) -> list[str]:
-    """Ways in which attention of two positions behind a cache is run."""
     cache = transformers.DynamicCache(config=model.config)
     model(IDS, **{CACHE: cache})
-    with ways(model) as how:
+    with ways(model) as behind:
         model(IDS[:, :2], **{CACHE: cache})
-    return how
+    assert not how and set(behind) == {"function"}
 
 
 def test_other_caches() -> None:
@@ -167,11 +164,6 @@ def test_attention_by_another_function() -> None:
 
 X = torch.randn(2, 9, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 POSITIONS = torch.arange(9)[None]
-
-
-def layer_of(model: Any) -> Any:
-    """The first layer."""
-    return (model.transformer.h if hasattr(model, "transformer") else model.model.layers)[0]
 
 
 def angles_of(model: Any, part: slice) -> dict[str, Any]:
@@ -248,19 +240,15 @@ def test_models_hand_their_layers_nothing_that_lists_do_not_know() -> None:
 def test_wrong_calls_raise_as_the_class_does() -> None:
     model, original = both("gpt2")
     for each in (model, original):
-        with pytest.raises(TypeError, match="positional argument"):
-            layer_of(each)(X, *[None] * 9)
-        with pytest.raises(TypeError, match="multiple values for argument 'hidden_states'"):
-            layer_of(each)(X, hidden_states=X)
-        with pytest.raises(TypeError, match="missing 1 required positional argument: 'hidden_states'"):
-            layer_of(each)()
+        raises(TypeError, "positional argument", layer_of(each), X, *[None] * 9)
+        raises(TypeError, "multiple values for argument 'hidden_states'", layer_of(each), X, hidden_states=X)
+        raises(TypeError, "missing 1 required positional argument: 'hidden_states'", layer_of(each))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_layer_without_angles_raises_as_the_class_does(family: str) -> None:
     for each in both(family):
-        with pytest.raises(TypeError, match="NoneType"):
-            layer_of(each)(X)
+        raises(TypeError, "NoneType", layer_of(each), X)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -273,6 +261,5 @@ def test_the_check_decodes(family: str, monkeypatch: pytest.MonkeyPatch) -> None
         DecoderBlock, "run", lambda self, x, call: real(self, x, LayerCall({**call.arguments, **dropped}, CACHE))
     )
     model = model_of(family)
-    with pytest.raises(RuntimeError, match="convert: the output by a DynamicCache of .* the model is as it was"):
-        te_fuser.convert(model)
+    raises(RuntimeError, "convert: the output by a DynamicCache of .* the model is as it was", te_fuser.convert, model)
     assert te_fuser.convert(model, check=False).error is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,8 @@ import torch
 from torch import nn
 
 import te_fuser
-from tests.convert.models import FAMILIES, FAMILY, assert_alike, both, model_of, padded, results, tokens, ways
+from tests.convert.models import FAMILIES, FAMILY, assert_alike, both, layer_of, model_of, padded, results, tokens, ways
+from tests.threads import in_threads
 
 IDS = tokens()
 
@@ -339,20 +339,9 @@ def test_compilers_and_transforms_have_the_model_that_it_was() -> None:
 
 def test_threads() -> None:
     model, original = both("mistral")
-    want, found = original(IDS, attention_mask=padded()).logits.detach(), []
-    work = lambda: found.append(model(IDS, attention_mask=padded()).logits.detach())  # noqa: E731
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for made in found:
+    want = original(IDS, attention_mask=padded()).logits.detach()
+    for made in in_threads(*[lambda: model(IDS, attention_mask=padded()).logits.detach()] * 3):
         torch.testing.assert_close(made[padded() == 1], want[padded() == 1], rtol=0, atol=1e-5)
-    assert len(found) == 3
-
-
-def layer_of(model: Any, number: int = 0) -> Any:
-    return (model.transformer.h if hasattr(model, "transformer") else model.model.layers)[number]
 
 
 def set_eps(layer: Any, *names: str) -> None:
@@ -377,15 +366,11 @@ CHANGES: dict[str, tuple[str, list[Change], int, dict[str, str]]] = {
     "scaling": ("llama", [lambda m: setattr(layer_of(m).self_attn, "scaling", 0.1)], 0, {}),
     "no norm": ("qwen3", [lambda m: setattr(layer_of(m).self_attn, "q_norm", nn.Identity())], 0, NO_NORM),
     "biases": ("llama", [lambda m: set_biases(m, 0.5), lambda m: set_biases(m, None)], 0, NO_BIAS),
-    **{
-        f"eps, {family}": (family, [lambda m: set_eps(layer_of(m), "norm", "ln")], 0, {})
-        for family in ("gpt2", "llama", "gemma2", "qwen3", "gemma3")
-    },
-    **{
-        f"eps of some heads, {family}": (family, [lambda m: set_eps(layer_of(m, 1), "k_norm")], 1, DIFFER)
-        for family in ("qwen3", "gemma3")
-    },
-}
+    **{f"eps, {family}": (family, [lambda m: set_eps(layer_of(m), "norm", "ln")], 0, {}) for family in ("gpt2", "llama",
+     "gemma2", "qwen3", "gemma3")},
+    **{f"eps of some heads, {family}": (family, [lambda m: set_eps(layer_of(m, 1), "k_norm")], 1,
+     DIFFER) for family in ("qwen3", "gemma3")},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHANGES)

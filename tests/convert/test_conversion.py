@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ from torch.autograd import forward_ad
 import te_fuser
 from te_fuser.params.concatenated_parameter import lie_together
 from tests.convert.models import CACHE, FAMILY, assert_alike, both, model_of, results, tokens, transformers
+from tests.refused import raises
+from tests.twins import stored
 
 IDS = tokens()
 
@@ -107,20 +108,17 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
 
 @pytest.mark.parametrize(("call", "error", "words"), REFUSED)
 def test_what_is_no_model_is_refused(call: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        call()
+    raises(error, words, call)
 
 
 def test_model_that_cannot_be_checked_is_converted_unchecked() -> None:
     layer = model_of("llama").model.layers[0]
-    with pytest.raises(ValueError, match="on a model with embeddings, and finds none: give check=False"):
-        te_fuser.convert(layer)
+    raises(ValueError, "on a model with embeddings, and finds none: give check=False", te_fuser.convert, layer)
     assert type(layer).__module__.startswith("transformers.")
     assert te_fuser.convert(layer, check=False).converted == ("",)
     with torch.device("meta"):
         empty = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=1, hidden_size=64))
-    with pytest.raises(ValueError, match="meta device: give check=False"):
-        te_fuser.convert(empty)
+    raises(ValueError, "meta device: give check=False", te_fuser.convert, empty)
     assert te_fuser.convert(empty, check=False).converted == ("model.layers.0",)
 
 
@@ -128,8 +126,7 @@ def test_what_was_reverted_is_left_and_what_has_another_class_is_not_reverted() 
     model, original = both("llama")
     first, second = model.model.layers
     second.__class__ = type("Sharded", (type(second),), {})
-    with pytest.raises(TypeError, match="a converted layer is a Sharded now: revert it before"):
-        te_fuser.revert(model)
+    raises(TypeError, "a converted layer is a Sharded now: revert it before", te_fuser.revert, model)
     assert type(first).__module__ == "te_fuser.convert.llama"
     assert_alike(results(model, IDS), results(original, IDS))
     # A layer, and then all of them; the report is asked after that.
@@ -179,10 +176,7 @@ def test_it_is_saved_and_loaded(family: str, tmp_path: Path) -> None:
     assert_alike(safetensors.torch.load(safetensors.torch.save(alone)), alone, 0)
     loaded = type(original).from_pretrained(tmp_path)
     assert_alike(loaded.state_dict(), original.state_dict(), 0)
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    original.load_state_dict(torch.load(file, weights_only=True))
+    original.load_state_dict(stored(model.state_dict(), weights_only=True))
     te_fuser.convert(loaded)
     assert_alike(results(loaded, IDS), results(original, IDS), 1e-4)
 
@@ -254,8 +248,7 @@ def test_errors_about_derivatives_name_revert() -> None:
 
     words = r"model\.reference\(x\) \(of .*; of a converted model, after te_fuser\.revert\(model\), the model\)"
     for call in (forward_mode, batched, twice):
-        with pytest.raises((TypeError, RuntimeError), match=words):
-            call()
+        raises((TypeError, RuntimeError), words, call)
     te_fuser.revert(model)
     batched()
     twice()
@@ -325,5 +318,4 @@ def test_what_it_takes_and_leaves() -> None:
     model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *given: None)
     assert "(Theirs): it is not converted: see `left` of the" in " ".join(str(conversion.explain(tokens())).split())
     te_fuser.revert(model)
-    with pytest.raises(ValueError, match="in this call; model.layers.0 is left: it was reverted"):
-        conversion.explain(tokens())
+    raises(ValueError, "in this call; model.layers.0 is left: it was reverted", conversion.explain, tokens())

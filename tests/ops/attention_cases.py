@@ -7,12 +7,16 @@ import math
 
 import torch
 
+from te_fuser.formula.random import RandomStream
 from te_fuser.ops.base import OpCall
 from tests.presets.plain import Call, attend
 
 
 def tensor(*shape, seed=0, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+STREAM = RandomStream(seed=0x1234_5678_9ABC, offset=5, stream=3)
 
 
 def in_layout(heads, layout):
@@ -44,6 +48,21 @@ def run(op, x, dy, inputs=None, stream=None):
         made = getattr(op, node.method)(back, dy)
     assert set(made) == set(node.produces)
     return y, made.pop("input"), made
+
+
+def check(op, x, inputs, want, wanted, dy, stream=None):
+    """Values and all gradients, by what runs and by the reference; `wanted` has gradients by name, also "input"."""
+    y, dx, made = run(op, x, dy, inputs, stream)
+    assert {"input", *made} == set(wanted)
+    leaves = {"input": x, **inputs, **dict(op.named_parameters())}
+    leaves = {n: t.detach().requires_grad_(n in wanted) for n, t in leaves.items()}
+    reference = op.reference(OpCall(dict(leaves), random=stream), leaves["input"])
+    gradients = torch.autograd.grad(reference, [leaves[n] for n in wanted], dy)
+    for found in (y, reference.detach()):
+        close(found, want.detach())
+    for name, of_reference in zip(wanted, gradients, strict=True):
+        close({"input": dx, **made}[name], wanted[name])
+        close(of_reference, wanted[name])
 
 
 def close(ours, want, tolerance=1e-12):

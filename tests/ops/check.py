@@ -6,10 +6,14 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from te_fuser.ops.base import FusableOperation, OpCall
+from te_fuser.ops.base import FusableOperation, OpCall, Spec
 
 Tensors = dict[str, torch.Tensor]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+def spec(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Spec:
+    return Spec(shape, dtype, torch.device(device))
 
 
 def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
@@ -26,15 +30,6 @@ def values_and_gradients(run: Callable[..., torch.Tensor], tensors: Mapping[str,
     return {"output": y.detach(), **{f"d_{n}": g for n, g in zip(given, gradients, strict=True)}}
 
 
-def by_reference(op: FusableOperation) -> Callable[..., torch.Tensor]:
-    """Runs op.reference on tensors by name."""
-
-    def run(x: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
-        return op.reference(OpCall(tensors=dict(others)), x)
-
-    return run
-
-
 def assert_as_good_as_torch(
     op: FusableOperation,
     torch_form: Callable[..., torch.Tensor],
@@ -43,7 +38,8 @@ def assert_as_good_as_torch(
 ) -> None:
     """In float64 the op is torch's; else it errs at most twice what torch errs, plus one ulp of the largest value."""
     exact = values_and_gradients(torch_form, {n: t.to(dtype).double() for n, t in tensors.items()})
-    got = values_and_gradients(by_reference(op), {n: t.to(dtype) for n, t in tensors.items()})
+    by_reference = lambda x, **others: op.reference(OpCall(tensors=others), x)  # noqa: E731
+    got = values_and_gradients(by_reference, {n: t.to(dtype) for n, t in tensors.items()})
     rival = values_and_gradients(torch_form, {n: t.to(dtype) for n, t in tensors.items()})
     for name, want in exact.items():
         assert got[name].dtype == dtype and got[name].shape == want.shape

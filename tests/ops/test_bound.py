@@ -17,7 +17,8 @@ import te_fuser
 from te_fuser import ops
 from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.bound import WeakBinding
-from tests.twins import assert_as_meant, randomize, sequential, tensor
+from tests.refused import raises
+from tests.twins import assert_as_meant, assert_same, randomize, sequential, tensor
 
 X = tensor(5, 8)
 
@@ -113,18 +114,13 @@ def test_an_op_without_its_owner_is_of_no_use(make: Callable[[Any], Any]) -> Non
     model = Mlp()
     alone = make(model[1])
     for _ in range(2):
-        with pytest.raises(
-            ReferenceError, match=r"Bound\(MatMul\) reads fc_weight of a module that is gone: keep, copy"
-        ):
-            alone(X)
+        raises(ReferenceError, r"Bound\(MatMul\) reads fc_weight of a module that is gone: keep, copy", alone, X)
         alone = make(alone)
     assert model[1].owner is model
     op = Mlp()[1]
-    with pytest.raises(ReferenceError, match="reads fc_weight of a module that is gone"):
-        op(X)
+    raises(ReferenceError, "reads fc_weight of a module that is gone", op, X)
     binding = WeakBinding(nn.Linear(2, 2), "weight")
-    with pytest.raises(ReferenceError, match="whose 'weight' is to be read is gone"):
-        binding.get()
+    raises(ReferenceError, "whose 'weight' is to be read is gone", binding.get)
 
 
 def test_a_shallow_copy_and_a_slice_read_what_the_original_reads() -> None:
@@ -173,11 +169,9 @@ def test_the_owner_may_change() -> None:
     model.__class__ = type("Wrapped", (Mlp,), {})  # as fully_shard does
     assert_as_meant(model, X)
     model.fc_weight = nn.Parameter(torch.ones(16, 8, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"parameter weight has shape \[16, 8\], the op was made for \[8, 8\]"):
-        model(X)
+    raises(ValueError, r"parameter weight has shape \[16, 8\], the op was made for \[8, 8\]", model, X)
     model.fc_bias = None
-    with pytest.raises(AttributeError, match=r"Bound\(Bias\) reads 'fc_bias' of Wrapped, which has no parameter"):
-        model(X)
+    raises(AttributeError, r"Bound\(Bias\) reads 'fc_bias' of Wrapped, which has no parameter", model, X)
 
 
 def test_an_attribute_of_the_op_may_change() -> None:
@@ -187,8 +181,7 @@ def test_an_attribute_of_the_op_may_change() -> None:
     assert (model(X) - before).abs().max() > 1e-3
     assert_as_meant(model, X)
     model[0].op.register_forward_hook(lambda *_: None)
-    with pytest.raises(TypeError, match="Bound: part 'op' has a hook, which would not run"):
-        model(X)
+    raises(TypeError, "Bound: part 'op' has a hook, which would not run", model, X)
 
 
 def test_buffers() -> None:
@@ -243,11 +236,7 @@ def test_a_linear_reads_the_owners_parameters(make: Callable[[Any], Any]) -> Non
     made.load_state_dict({name: 2.0 * p for name, p in model.state_dict().items()})
     x = X.clone().requires_grad_()
     assert_as_meant(made, x)
-    leaves = [x, *made.parameters()]
-    y, want = made(x), made.by_hand(x)
-    torch.testing.assert_close(y, want)
-    dy = torch.randn_like(y)
-    torch.testing.assert_close(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(want, leaves, dy))
+    assert_same(made(x), made.by_hand(x), [x, *made.parameters()])
     roles = [n.traits.role for n in made.plan(x).graph.nodes]
     assert roles == ["mat_mul", "bias", "gelu", "mat_mul", "mat_mul", "bias"]
     torch.testing.assert_close(made[0](X), X @ made.up.t() + made.shift)
@@ -266,8 +255,7 @@ def test_a_bias_that_the_owner_has_not_is_none() -> None:
         owner.bias = None
         torch.testing.assert_close(run(X), owner(X))
     other = ops.Bound(ops.Linear(8, 8, device="meta"), owner, weight="weight", bias="shift")
-    with pytest.raises(AttributeError, match=r"Bound\(Bias\) reads 'shift' of Linear, which has no parameter of that"):
-        other(X)
+    raises(AttributeError, r"Bound\(Bias\) reads 'shift' of Linear, which has no parameter of that", other, X)
 
 
 class Pair(ops.FusedOperation):
@@ -302,5 +290,4 @@ FORM = r"write Bound\(ops.MatMul\(8, 16, device=\"meta\"\), module, weight=\"nam
      (lambda: bound(ops.Bias(8), nn.Module(), bias=(BIG,)), r"name as bias, got a tuple: " + FORM)],
 )  # fmt: skip
 def test_wrong_names(make: Callable[[], FusableOperation], words: str) -> None:
-    with pytest.raises(TypeError, match=words):
-        make()
+    raises(TypeError, words, make)

@@ -80,17 +80,6 @@ def test_fused_against_unfused(dtype: torch.dtype, given: torch.dtype, share: fl
     assert apart.max() <= 1 and (apart > 0).float().mean() <= share
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize(("dtype", "relative", "absolute"), [(E4M3, 0.125, 0.0675), (E5M2, 0.25, 0.125)])
-def test_accuracy_against_float64(dtype: torch.dtype, relative: float, absolute: float, kernels: str) -> None:
-    plain = te_fuser.Sequential(ops.LayerNorm(WIDTH), ops.GELU())
-    x = normal(257, WIDTH)
-    exact = plain.double().reference(x).detach()
-    scale = (torch.finfo(dtype).max / exact.abs().max()).float()
-    found = te_fuser.Sequential(*plain.float(), ops.Quantize(dtype), kernels=kernels)(x.float(), scale=scale)
-    torch.testing.assert_close(found.double() / scale, exact, rtol=relative, atol=absolute)
-
-
 @pytest.mark.usefixtures("few_rows")
 @needs_compiler
 def test_verified() -> None:

@@ -15,6 +15,8 @@ from te_fuser.fuser.plan.tuned import list_key
 from te_fuser.fusions import fusion
 from te_fuser.ops.base import FusableOperation, Spec
 from te_fuser.ops.collectives import Carried, Collective
+from tests.ops.check import spec
+from tests.refused import raises
 from tests.twins import assert_as_meant, sequential, tensor
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -52,8 +54,7 @@ def test_bytes_that_are_sent_in_8_bits(name: str, dtypes: tuple[torch.dtype, tor
 @pytest.mark.parametrize("group", [None, "tp", 2])
 @pytest.mark.parametrize("name", ALL)
 def test_what_is_no_group(name: str, group: Any) -> None:
-    with pytest.raises(TypeError, match=rf"^{name} takes a group of ranks, got .*mesh\['tp'\].*new_group\(ranks\)"):
-        made(name, group)
+    raises(TypeError, rf"^{name} takes a group of ranks, got .*mesh\['tp'\].*new_group\(ranks\)", made, name, group)
     op = made(name, ops.Group())
     with pytest.raises(TypeError, match=f"^{name} takes a group of ranks"):
         op.group = group
@@ -66,11 +67,9 @@ def test_a_group_that_is_not_here(name: str) -> None:
     model = sequential(op, ops.GELU())
     assert model.plan(x).graph.values[0].spec.shape == (4, 6, 8)
     for run in (model, model.reference) if name != "AllReduceGradient" else (model.reference,):
-        with pytest.raises(RuntimeError, match=rf"{name}: .*knows no group 'tp' of 2 ranks.*init_process_group\(\)"):
-            run(x)
+        raises(RuntimeError, rf"{name}: .*knows no group 'tp' of 2 ranks.*init_process_group\(\)", run, x)
     if name == "AllReduceGradient":
-        with pytest.raises(RuntimeError, match=f"{name}: .*knows no group 'tp'"):
-            model(x).sum().backward()
+        raises(RuntimeError, f"{name}: .*knows no group 'tp'", lambda: model(x).sum().backward())
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -104,21 +103,15 @@ def test_shapes(exchange: Exchange, want: tuple[int, ...], sent: float) -> None:
 
 
 def test_wrong_inputs() -> None:
-    cpu = torch.device("cpu")
     op = ops.ReduceScatter(ops.Group("g", 3, "tp"), 1)
-    with pytest.raises(
-        ValueError, match=r"ReduceScatter on one of 3 ranks \(tp\): dimension 1 of .*\[3, 8\].* 3 equal"
-    ):
-        op.infer(Spec((3, 8), torch.float32, cpu))
-    with pytest.raises(ValueError, match=r"an input of shape \[\] has no dimension 1 to cut: give another one"):
-        op.infer(Spec((), torch.float32, cpu))
-    with pytest.raises(TypeError, match=r"convert with \.float\(\)"):
-        op.infer(Spec((3, 9), torch.int64, cpu))
+    words = r"ReduceScatter on one of 3 ranks \(tp\): dimension 1 of .*\[3, 8\].* 3 equal"
+    raises(ValueError, words, op.infer, spec(3, 8))
+    raises(ValueError, r"an input of shape \[\] has no dimension 1 to cut: give another one", op.infer, spec())
+    raises(TypeError, r"convert with \.float\(\)", op.infer, spec(3, 9, dtype=torch.int64))
     with pytest.raises(TypeError, match="AllGather takes a whole number as dim, got 1.5"):
         ops.AllGather(ops.Group(), 1.5)  # type: ignore[arg-type]
     for argument in ("forth", "back"):
-        with pytest.raises(NotImplementedError, match="must say what it exchanges"):
-            getattr(Collective(ops.Group()), argument)
+        raises(NotImplementedError, "must say what it exchanges", getattr, Collective(ops.Group()), argument)
 
 
 def test_verify_takes_patterns_with_them_and_asks_ranks_that_are_there() -> None:

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from te_fuser import ops
-from te_fuser.ops.base import FusableOperation, OpCall, Spec
+from te_fuser.ops.base import FusableOperation, OpCall
 from te_fuser.params.binding import Binding
 from te_fuser.params.scales import HoldsScales
-from tests.ops.check import DTYPES, assert_as_good_as_torch, normal
+from tests.ops.check import DTYPES, assert_as_good_as_torch, normal, spec
 
 TWINS: dict[str, tuple[Callable[..., FusableOperation], Callable[..., torch.nn.Module]]] = {
     "linear": (lambda **k: ops.Linear(6, 4, **k), lambda **k: torch.nn.Linear(6, 4, **k)),
@@ -21,12 +21,10 @@ TWINS: dict[str, tuple[Callable[..., FusableOperation], Callable[..., torch.nn.M
     "matmul": (lambda **k: ops.MatMul(6, 4, **k), lambda **k: torch.nn.Linear(6, 4, False, **k)),
     "layer_norm": (lambda **k: ops.LayerNorm(6, **k), lambda **k: torch.nn.LayerNorm(6, **k)),
     "layer_norm_tuple": (lambda **k: ops.LayerNorm((6,), **k), lambda **k: torch.nn.LayerNorm((6,), **k)),
-    "layer_norm_no_bias": (
-        lambda **k: ops.LayerNorm(6, bias=False, **k),
-        lambda **k: torch.nn.LayerNorm(6, bias=False, **k),
-    ),
+    "layer_norm_no_bias": (lambda **k: ops.LayerNorm(6, bias=False, **k),
+     lambda **k: torch.nn.LayerNorm(6, bias=False, **k)),
     "rms_norm": (lambda **k: ops.RMSNorm([6], **k), lambda **k: torch.nn.RMSNorm([6], **k)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TWINS)
@@ -156,10 +154,10 @@ def test_matmul_gradients_are_autograds(name: str, constant: bool) -> None:
 
 
 def test_flops_shape_and_dtype_of_products() -> None:
-    x = Spec((2, 3, IN), torch.bfloat16, torch.device("cpu"))
+    x = spec(2, 3, IN, dtype=torch.bfloat16)
     for op in (ops.MatMul(IN, OUT), ops.Linear(IN, OUT)):
         assert op.flops(x, {}) == 2 * 6 * IN * OUT
-        assert op.infer(x) == Spec((2, 3, OUT), torch.bfloat16, torch.device("cpu"))
+        assert op.infer(x) == spec(2, 3, OUT, dtype=torch.bfloat16)
     op = ops.MatMul(IN, OUT)
     with pytest.raises(TypeError, match=r"one dtype, got torch.float64 and torch.float32.*\.to\(\)"):
         op.reference(OpCall({"weight": op.weight}), normal(2, IN))

@@ -10,6 +10,7 @@ import torch
 import te_fuser
 from te_fuser import ops
 from tests.ops.check import normal
+from tests.refused import raises
 
 H, G, D, L, B = 4, 2, 3, 9, 3
 
@@ -58,12 +59,10 @@ def test_what_does_not_fit() -> None:
         ("starts", whole[:2], ValueError, r"starts are whole numbers \[3\]"),
         ("counts", whole.double(), ValueError, r"counts are whole numbers \[3\], got torch.float64"),
     ):
-        with pytest.raises(error, match=words):
-            op(x, **{**given, name: other})
+        raises(error, words, op, x, **{**given, name: other})
     leaf = x.detach().requires_grad_()
     y = op(leaf, **given)
-    with pytest.raises(RuntimeError, match=r"has no gradient: call the model under torch.no_grad\(\)"):
-        y.sum().backward()
+    raises(RuntimeError, r"has no gradient: call the model under torch.no_grad\(\)", lambda: y.sum().backward())
 
 
 @pytest.mark.parametrize("layout", ["sequence_first", "batch_first"])
@@ -80,8 +79,7 @@ def test_more_than_a_cache_holds(layout: str) -> None:
         for start, count in ((L, 1), (L - 1, 2), (L + 7, 1)):
             starts[1], counts[1] = start, count
             words = rf"sample 1 begins at position {start} and adds {count}, and its caches have room for {L} and one"
-            with pytest.raises(ValueError, match=words):
-                op(x, **given)
+            raises(ValueError, words, op, x, **given)
             assert torch.equal(cache, written)
 
 

@@ -1,19 +1,57 @@
-"""Ops that name, add, cast, scale, drop, reshape or take: parallel blocks, a second input in place of the first."""
+"""Ops that name, add, cast, scale, drop, reshape or take: parallel blocks, other inputs; rows by class."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.nn.utils import parametrize
 
 import te_fuser
 from te_fuser import ops
 from te_fuser.formula import Axes
 from te_fuser.formula.random import RandomStream
 from te_fuser.ops import op_table
-from te_fuser.ops.base import NamedInput, OpCall, Spec
-from tests.ops.check import DTYPES, assert_as_good_as_torch, normal
+from te_fuser.ops.base import NamedInput, OpCall
+from te_fuser.ops.op_table import OpTable
+from tests.ops.check import DTYPES, assert_as_good_as_torch, normal, spec
+from tests.refused import raises
+from tests.twins import assert_same
 
-CPU = torch.device("cpu")
+
+class Base(ops.RowOp):
+    """An op with a row."""
+
+
+class Heir(Base):
+    """One that has its base's."""
+
+
+class Other(ops.RowOp):
+    """One without."""
+
+
+def test_rows_by_class() -> None:
+    table: OpTable[float | None] = OpTable("test_rows_by_class", 1.0)
+    assert [table.of(kind) for kind in (Base, Heir, Other)] == [1.0] * 3
+    assert table.row(2.0)(Base) is Base
+    assert [table.of(kind) for kind in (Base, Heir, Other)] == [2.0, 2.0, 1.0]
+    table.add(None, Heir, Other)
+    assert [table.of(kind) for kind in (Base, Heir, Other)] == [2.0, None, None]
+    assert OpTable("another", 0.0).of(Base) == 0.0
+    alone = OpTable("test_rows_of_one_class_alone", 1.0, inherited=False)
+    alone.add(2.0, Base, ops.MatMul)
+    assert [alone.of(kind) for kind in (Base, Heir, Other)] == [2.0, 1.0, 1.0]
+    op = ops.MatMul(3, 5)
+    parametrize.register_parametrization(op, "weight", torch.nn.Identity())
+    table.add(2.0, ops.MatMul)
+    assert type(op) is not ops.MatMul and table.of(type(op)) == alone.of(ops.MatMul) == 2.0
+
+
+@pytest.mark.parametrize("other", [torch.nn.Linear, Base(), lambda: None])
+def test_rows_of_other_classes_are_refused(other: Any) -> None:
+    raises(TypeError, "a row of refused is of a class of ops, got", lambda: OpTable("refused", 1.0).row(2.0)(other))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -41,18 +79,11 @@ def test_names_and_values_that_ops_start_at() -> None:
 
 
 ROLES = {
-    ops.SwiGLU: "swiglu",
     ops.ClampedSwiGLU: "clamped_swiglu",
     ops.GEGLU: "geglu",
     ops.ReGLU: "reglu",
     ops.SReGLU: "sreglu",
     ops.SReLU: "srelu",
-    ops.ReLU: "relu",
-    ops.SiLU: "silu",
-    ops.LayerNorm: "layer_norm",
-    ops.RMSNorm: "rms_norm",
-    ops.MatMul: "mat_mul",
-    ops.GELU: "gelu",
     ops.QGELU: "qgelu",
     ops.L2Norm: "l2_norm",
     type("MyHTTPNorm", (ops.RowOp,), {}): "my_http_norm",
@@ -69,8 +100,7 @@ def test_roles(kind: type[ops.FusableOperation]) -> None:
 @pytest.mark.parametrize("kind", [ops.Fork, ops.Output, ops.Add])
 @pytest.mark.parametrize("name", ["", "a/b", "1st", "two words", 3])
 def test_a_name_must_be_a_keyword(kind: type, name: str) -> None:
-    with pytest.raises(ValueError, match="usable as a keyword argument"):
-        kind(name)
+    raises(ValueError, "usable as a keyword argument", kind, name)
 
 
 @pytest.mark.parametrize("target", [torch.bfloat16, torch.float16, torch.float32])
@@ -79,7 +109,7 @@ def test_cast_and_the_way_back(target: torch.dtype) -> None:
     x = normal(3, 4).float().requires_grad_()
     y = op.reference(OpCall(), x)
     assert y.dtype == target and torch.equal(y, x.to(target))
-    assert op.infer(Spec((3, 4), torch.float32, CPU)) == Spec((3, 4), target, CPU)
+    assert op.infer(spec(3, 4)) == spec(3, 4, dtype=target)
     (dx,) = torch.autograd.grad(y, x, torch.full_like(y, 0.1))
     assert dx.dtype == torch.float32 and torch.equal(dx, torch.full_like(y, 0.1).float())
     assert str(target) in repr(op)
@@ -125,8 +155,7 @@ def test_drop_path_drops_whole_samples(batch_dim: int) -> None:
 @pytest.mark.parametrize("p", [-0.1, 1.5, float("nan")])
 def test_probabilities(p: float) -> None:
     for make in (lambda: ops.Dropout(p), lambda: ops.DropPath(p, batch_dim=0)):
-        with pytest.raises(ValueError, match=r"lies in \[0, 1\], got"):
-            make()
+        raises(ValueError, r"lies in \[0, 1\], got", make)
 
 
 # --------------------------------------------------------------------------------------------- reshaping
@@ -139,7 +168,7 @@ def test_reshape_and_back(shape: tuple[int, ...]) -> None:
     call = OpCall()
     y = op.op_forward(call, x)
     assert torch.equal(y, x.reshape(shape)) and y.data_ptr() == x.data_ptr()
-    assert op.infer(Spec((2, 3, 8), torch.float32, CPU)).shape == tuple(y.shape)
+    assert op.infer(spec(2, 3, 8)).shape == tuple(y.shape)
     dy = normal(*y.shape, seed=1)
     (want,) = torch.autograd.grad(y, x, dy)
     assert torch.equal(op.op_backward(OpCall(notes=call.notes), dy), want)  # reads no tensor
@@ -158,34 +187,30 @@ def test_flatten_is_torchs(dims: tuple[int, int]) -> None:
     x = normal(2, 3, 4, 5)
     want = x.flatten(*dims)
     assert torch.equal(ops.Flatten(*dims)(x), want)
-    assert ops.Flatten(*dims).infer(Spec(tuple(x.shape), torch.float32, CPU)).shape == want.shape
+    assert ops.Flatten(*dims).infer(spec(*x.shape)).shape == want.shape
 
 
 @pytest.mark.parametrize(("dim", "sizes"), [(-1, (3, 4)), (0, (2, -1)), (1, (1, 1, 5))])
 def test_unflatten_is_torchs(dim: int, sizes: tuple[int, ...]) -> None:
     x = normal(6, 5, 12).requires_grad_()
     op = ops.Unflatten(dim, sizes)
-    y, want = op(x), x.unflatten(dim, sizes)
-    dy = normal(*want.shape, seed=1)
-    assert torch.equal(y, want) and torch.equal(*(torch.autograd.grad(t, x, dy)[0] for t in (y, want)))
-    assert op.infer(Spec((0, 5, 12), torch.float32, CPU)).shape[-3:] if dim else True
+    assert_same(op(x), x.unflatten(dim, sizes), [x], tolerance=0)
+    assert op.infer(spec(0, 5, 12)).shape[-3:] if dim else True
 
 
 def test_dimensions_and_names_that_are_not_there() -> None:
-    x = Spec((2, 3), torch.float32, CPU)
+    x = spec(2, 3)
     for op, words in (
         (ops.Flatten(2), "no dimension 2"),
         (ops.Flatten(1, 0), "start_dim 1 lies behind end_dim 0"),
         (ops.Unflatten(-3, (1, 2)), "no dimension -3"),
         (ops.Unflatten(-1, (2, 2)), r"shape \[2, 2\] holds 4 elements, got 3"),
     ):
-        with pytest.raises(ValueError, match=rf"{type(op).__name__} cannot take .*\[2, 3\].*{words}"):
-            op.infer(x)
+        raises(ValueError, rf"{type(op).__name__} cannot take .*\[2, 3\].*{words}", op.infer, x)
     x = normal(2, WIDTH).float()
     with pytest.raises(ValueError, match=r"op 0 \(Take '0'\) reads 'memory', which no Fork before it binds .*pass it"):
         te_fuser.Sequential(ops.Take("memory"), ops.GELU())(x)
-    with pytest.raises(ValueError, match="a name must be usable as a keyword"):
-        ops.Take("a b")
+    raises(ValueError, "a name must be usable as a keyword", ops.Take, "a b")
 
 
 WIDTH, OTHER = 8, 6

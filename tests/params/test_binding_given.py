@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +14,9 @@ from torch.utils.checkpoint import checkpoint
 import te_fuser
 from te_fuser import ops
 from tests.ops.check import normal
+from tests.refused import raises
+from tests.threads import in_threads
+from tests.twins import assert_same
 
 IN, OUT = 6, 5
 
@@ -58,30 +60,19 @@ def test_values_and_gradients(dtype: torch.dtype) -> None:
     for seed in range(2):
         x, weight = (normal(*s, seed=seed + 3).to(dtype).requires_grad_() for s in ((3, IN), (OUT, IN)))
         for run in (model, lambda *args: checkpoint(model, *args, use_reentrant=False)):
-            y, want = run(x, weight * 2), meaning(x, weight * 2, model.bias)
-            torch.testing.assert_close(y, want)
-            leaves = [x, weight, model.bias]
-            for ours, theirs in zip(*[torch.autograd.grad(t.sum(), leaves) for t in (y, want)], strict=True):
-                torch.testing.assert_close(ours, theirs)
+            want = meaning(x, weight * 2, model.bias)
+            assert_same(run(x, weight * 2), want, [x, weight, model.bias], tolerance=None)
         torch.testing.assert_close(model(x), meaning(x, model.weight, model.bias))
     assert list(model.state_dict()) == ["weight", "bias"]
 
 
 def test_copies_and_threads() -> None:
-    model, x, found = Affine(), normal(3, IN).float(), {}
+    model, x = Affine(), normal(3, IN).float()
     weights = [normal(OUT, IN, seed=k).float() for k in range(4)]
 
-    def run(k: int) -> None:
-        for _ in range(20):
-            found[k] = model(x, weights[k])
-
-    threads = [threading.Thread(target=run, args=(k,)) for k in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    for k, weight in enumerate(weights):
-        torch.testing.assert_close(found[k], meaning(x, weight, model.bias))
+    found = in_threads(*(lambda w=w: [model(x, w) for _ in range(20)][-1] for w in weights))
+    for y, weight in zip(found, weights, strict=True):
+        torch.testing.assert_close(y, meaning(x, weight, model.bias))
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         torch.testing.assert_close(twin(x, weights[1]), found[1])
 
@@ -89,10 +80,8 @@ def test_copies_and_threads() -> None:
 def test_what_nobody_gives() -> None:
     model, x = Affine(), normal(3, IN).float()
     model(x, model.weight)
-    with pytest.raises(
-        TypeError, match=r"an op reads 'weight' of the call: call the model with \*\*\{'weight': tensor"
-    ):
-        model.variant(given=True)(x)
+    words = r"an op reads 'weight' of the call: call the model with \*\*\{'weight': tensor"
+    raises(TypeError, words, lambda: model.variant(given=True)(x))
     with pytest.raises(ValueError, match=r"parameter weight has shape \[6, 5\], the op was made for \[5, 6\]"):
         model(x, torch.zeros(IN, OUT))
 
@@ -130,15 +119,9 @@ def test_in_lists(hooked: bool) -> None:
     for weight in weights:
         want = torch.nn.functional.gelu(torch.nn.functional.linear(want, weight), approximate="tanh")
     for run in (model, model.reference):
-        y = run(x, **named)
-        torch.testing.assert_close(y, want)
-        for ours, theirs in zip(
-            *[torch.autograd.grad(t.sum(), [x, *weights], retain_graph=True) for t in (y, want)], strict=True
-        ):
-            torch.testing.assert_close(ours, theirs)
+        assert_same(run(x, **named), want, [x, *weights])
     assert sum(len(plan.graph.nodes) for plan in model.plans(x, **named)) == (2 if hooked else 4)
     torch.testing.assert_close(inner[0](x, weights[0]), x @ weights[0].T)
     with pytest.raises(TypeError, match=r"call the model with \*\*\{'2.0.weight': tensor" if not hooked else "tensor"):
         model(x, **{"0.weight": weights[0]})
-    with pytest.raises(TypeError, match="unknown input 'weight'"):
-        model(x, weight=weights[0], **named)
+    raises(TypeError, "unknown input 'weight'", model, x, weight=weights[0], **named)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +17,8 @@ from te_fuser.fuser.plan import segmenting
 from te_fuser.params import concatenated_parameter
 from te_fuser.params.concatenated_parameter import TransposedBinding
 from tests.ops.check import normal
+from tests.refused import raises
+from tests.twins import assert_same, stored
 
 WIDTH, ROWS = 8, {"query": 8, "key": 3, "value": 5}
 OUT = sum(ROWS.values())
@@ -79,11 +80,7 @@ class Turned(te_fuser.Sequential):
 def assert_as_meant(model: Any, x: torch.Tensor, run: Callable[..., Any] | None = None) -> None:
     y, want = (run or model)(x), model.meaning(x)
     torch.testing.assert_close(y, want)
-    dy = torch.randn_like(want)
-    leaves = [x, *model.parameters()]
-    leaves = [t for t in leaves if t.requires_grad]
-    for ours, theirs in zip(*[torch.autograd.grad(t, leaves, dy) for t in (y, want)], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert_same(y, want, [t for t in (x, *model.parameters()) if t.requires_grad], 1e-4)
 
 
 MODELS: dict[str, Callable[..., Any]] = {
@@ -122,13 +119,6 @@ def test_copied_only_where_they_lie_apart(together: bool, monkeypatch: pytest.Mo
     assert len(model.plan(x).graph.nodes) == 4
 
 
-def saved(model: Projection) -> Projection:
-    held = io.BytesIO()
-    torch.save(model, held)
-    held.seek(0)
-    return torch.load(held, weights_only=False)
-
-
 def loaded(model: Projection, assign: bool) -> Projection:
     found = Projection()
     found.load_state_dict(copy.deepcopy(model.state_dict()), assign=assign)
@@ -139,7 +129,7 @@ WAYS: dict[str, Callable[[Projection], Projection]] = {
     "to": lambda m: m.to(torch.bfloat16).to(torch.float32),
     "deepcopy": copy.deepcopy,
     "pickle": lambda m: pickle.loads(pickle.dumps(m)),
-    "save": saved,
+    "save": stored,
     "load": lambda m: loaded(m, False),
     "assign": lambda m: loaded(m, True),
     "inside": lambda m: copy.deepcopy(torch.nn.Sequential(m)).double().float()[0],
@@ -171,20 +161,16 @@ def test_what_cannot_be_joined() -> None:
     x = normal(3, WIDTH).float()
     model = Projection()
     model.key_weight = torch.nn.Parameter(torch.zeros(3, WIDTH + 1))
-    with pytest.raises(ValueError, match=r"are joined along dimension 0, got \[8, 8\], \[3, 9\], \[5, 8\]"):
-        model(x)
+    raises(ValueError, r"are joined along dimension 0, got \[8, 8\], \[3, 9\], \[5, 8\]", model, x)
     model = Projection()
     model.value_bias = torch.nn.Parameter(torch.zeros(5).double())
-    with pytest.raises(TypeError, match=r"value_bias is torch.float64 on cpu and query_bias torch.float32 on cpu"):
-        model(x)
+    raises(TypeError, r"value_bias is torch.float64 on cpu and query_bias torch.float32 on cpu", model, x)
     model = Projection()
     model.key_weight = torch.nn.Parameter(torch.zeros(4, WIDTH))
-    with pytest.raises(ValueError, match=r"parameter weight has shape \[17, 8\], the op was made for \[16, 8\]"):
-        model(x)
+    raises(ValueError, r"parameter weight has shape \[17, 8\], the op was made for \[16, 8\]", model, x)
     with pytest.raises(AttributeError):
         Projection().keep_together("query_weight", "nothing")
-    with pytest.raises(TypeError, match="takes a parameter's name as bias, got a tuple"):
-        ops.Bound(ops.Bias(3), model, bias=())
+    raises(TypeError, "takes a parameter's name as bias, got a tuple", ops.Bound, ops.Bias(3), model, bias=())
 
 
 def test_a_state_dict_shares_memory_and_each_part_has_a_storage_of_its_own() -> None:
@@ -225,11 +211,7 @@ def test_parameters_of_several_parts() -> None:
     for owner in (first, copy.deepcopy(first).float().double()):
         assert concatenated_parameter.lie_together(list(owner.parameters()))
         model = owner.ops()
-        y, want = model(x), owner.meaning(x)
-        torch.testing.assert_close(y, want)
-        leaves, dy = [x, *owner.parameters()], normal(*y.shape, seed=3)
-        for ours, theirs in zip(*[torch.autograd.grad(t, leaves, dy) for t in (y, want)], strict=True):
-            torch.testing.assert_close(ours, theirs)
+        assert_same(model(x), owner.meaning(x), [x, *owner.parameters()])
         assert not model.plan(x).notes
     states = torch.nn.ModuleDict({"inside": owner}).state_dict()
     assert all(t.untyped_storage().nbytes() == t.nbytes for t in states.values())
@@ -331,8 +313,6 @@ def test_a_transposed_parameter_is_read_in_place_and_looked_at() -> None:
 def test_what_is_no_matrix_is_not_transposed() -> None:
     model = Turned()
     model.weight = torch.nn.Parameter(torch.zeros(WIDTH))
-    with pytest.raises(ValueError, match=r"weight.T of Turned is read of a matrix, got \[8\]"):
-        model(torch.zeros(3, WIDTH))
+    raises(ValueError, r"weight.T of Turned is read of a matrix, got \[8\]", model, torch.zeros(3, WIDTH))
     del model.weight
-    with pytest.raises(AttributeError, match="reads 'weight' of Turned, which has no parameter"):
-        model(torch.zeros(3, WIDTH))
+    raises(AttributeError, "reads 'weight' of Turned, which has no parameter", model, torch.zeros(3, WIDTH))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextvars
 import gc
-import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +18,8 @@ from te_fuser.params import concatenated_parameter
 from tests.ops.check import normal
 from tests.params.test_concatenated_parameter import OUT, WIDTH, Projection
 from tests.recorded import recorded
+from tests.refused import raises
+from tests.threads import in_threads
 
 OWN = {"kernels": "reference"}
 EACH = pytest.mark.parametrize("options", [{}, OWN], ids=["recorded", "own nodes"])
@@ -122,26 +123,16 @@ def test_what_is_refused(options: dict[str, Any]) -> None:
     with torch.no_grad():
         for p in model.parts():
             p.add_(1.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
+    raises(RuntimeError, "modified by an inplace operation", lambda: y.sum().backward())
 
 
 @EACH
 def test_backward_in_several_threads(options: dict[str, Any]) -> None:
     model = Short(**options)
     x = source()
-    want, found = run(model, x), list[list[torch.Tensor]]()
-
-    def runs() -> None:
-        found.extend(run(model, x) for _ in range(20))
-
-    threads = [threading.Thread(target=contextvars.copy_context().run, args=(runs,)) for _ in range(3)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert len(found) == 60
-    for one in found:
+    want, contexts = run(model, x), [contextvars.copy_context() for _ in range(3)]
+    found = in_threads(*(lambda c=c: c.run(lambda: [run(model, x) for _ in range(20)]) for c in contexts))
+    for one in (one for of_thread in found for one in of_thread):
         torch.testing.assert_close(one, want)
 
 

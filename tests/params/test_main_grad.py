@@ -21,6 +21,7 @@ from te_fuser.ops import matmul
 from te_fuser.ops.base import Gradient, OpCall
 from tests.fusions.products import autocast_on_cuda, covered, plan, reasons
 from tests.ops.check import normal
+from tests.refused import raises
 from tests.twins import randomize, tensor
 
 IN, OUT = 6, 5
@@ -125,8 +126,7 @@ def test_the_forward_says_whether_it_is_written_over(verify: bool) -> None:
         assert weight.grad is None
     with pytest.raises(RuntimeError, match="written over in a backward that has added to it: run the backward of each"):
         (first(xs[0]).sum() + later(xs[1]).sum()).backward()
-    with pytest.raises(ValueError, match="takes accumulate_into_main_grad=True"):
-        ops.Linear(IN, OUT, overwrite_main_grad=True)
+    raises(ValueError, "takes accumulate_into_main_grad=True", ops.Linear, IN, OUT, overwrite_main_grad=True)
 
 
 def test_a_frozen_weight_needs_none() -> None:
@@ -136,8 +136,7 @@ def test_a_frozen_weight_needs_none() -> None:
     m(x).sum().backward()
     torch.testing.assert_close(x.grad, dx)
     m[1].weight.requires_grad_(True)
-    with pytest.raises(RuntimeError, match="has no main_grad"):
-        m(x).sum().backward()
+    raises(RuntimeError, "has no main_grad", lambda: m(x).sum().backward())
 
 
 def tied(**options: bool) -> tuple[te_fuser.Sequential, torch.nn.Parameter]:
@@ -228,8 +227,7 @@ def test_what_does_not_fit(held: torch.Tensor | None, message: str) -> None:
     m, x = model(), normal(7, IN).float()
     if held is not None:
         m[1].weight.main_grad = held
-    with pytest.raises(RuntimeError, match=message):
-        m(x).sum().backward()
+    raises(RuntimeError, message, lambda: m(x).sum().backward())
 
 
 class Gain(ops.UnfusedOperation):
@@ -325,8 +323,7 @@ def test_it_is_verified(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert weight.grad_added_to_main_grad is (how == "steps")
     right = matmul.weight_gradient_of
     monkeypatch.setattr(matmul, "weight_gradient_of", lambda dy, x: 1.01 * right(dy, x))
-    with pytest.raises(te_fuser.VerificationError, match=r"gradient of (1\.)?weight"):
-        run_and_verify(how, x)
+    raises(te_fuser.VerificationError, r"gradient of (1\.)?weight", run_and_verify, how, x)
 
 
 # -------------------------------------------------------------------------------- under autocast
@@ -338,13 +335,11 @@ MODELS: dict[str, Callable[[], Any]] = {
     "LayerNormLinear, split": lambda: te_fuser.LayerNormLinear(8, 12, parameters_split=("q", "k", "v"), **OWN),
     "LayerNormMLP": lambda: te_fuser.LayerNormMLP(8, 20, activation="swiglu", **OWN),
     "LayerNormMLP, checkpoint": lambda: te_fuser.LayerNormMLP(8, 20, checkpoint=True, **OWN),
-    "TransformerLayer": lambda: te_fuser.TransformerLayer(
-        8, 20, 2, fuse_qkv_params=True, hidden_dropout=0.0, attention_dropout=0.0, **OWN
-    ),
-    "verified": lambda: te_fuser.Sequential(
-        ops.LayerNorm(8), ops.Linear(8, 8, accumulate_into_main_grad=True), ops.GELU(), verify=True
-    ),
-}
+    "TransformerLayer": lambda: te_fuser.TransformerLayer(8, 20, 2, fuse_qkv_params=True, hidden_dropout=0.0,
+     attention_dropout=0.0, **OWN),
+    "verified": lambda: te_fuser.Sequential(ops.LayerNorm(8), ops.Linear(8, 8, accumulate_into_main_grad=True),
+     ops.GELU(), verify=True),
+}  # fmt: skip
 WAYS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "call": lambda model, x: model(x),
     "checkpoint": lambda model, x: checkpoint(model, x, use_reentrant=False),

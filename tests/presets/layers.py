@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch
 import te_fuser
 from tests.presets.plain import Call
 from tests.presets.plain import layer as plain
-from tests.twins import randomize, tensor
+from tests.twins import assert_same, randomize, tensor
 
 S, B, F, FFN, HEADS, K = 7, 3, 24, 20, 4, 5
 OWN: dict[str, Any] = {"device": "cpu", "params_dtype": torch.float64}
@@ -51,24 +50,6 @@ def attention(**keywords: Any) -> Any:
 
 def batch_first(t: torch.Tensor) -> torch.Tensor:
     return t.transpose(0, 1)
-
-
-def _tensors(made: Any) -> tuple[torch.Tensor, ...]:
-    return made if isinstance(made, tuple) else (made,)
-
-
-def assert_same(
-    got: Any, want: Any, leaves: Mapping[str, torch.Tensor] | Iterable[torch.Tensor], tolerance: float = 1e-10
-) -> None:
-    """Values and the gradients of all leaves, for one set of random output gradients; 0: bit for bit."""
-    ours, theirs = _tensors(got), _tensors(want)
-    assert len(ours) == len(theirs)
-    named = leaves if isinstance(leaves, Mapping) else {f"leaf {k}": leaf for k, leaf in enumerate(leaves)}
-    dys = [tensor(*y.shape, dtype=y.dtype, grad=False, seed=7 + k) for k, y in enumerate(ours)]
-    grads = [torch.autograd.grad(ys, list(named.values()), dys, retain_graph=True) for ys in (ours, theirs)]
-    names = [*(f"output {k}" for k in range(len(ours))), *named]
-    for name, mine, other in zip(names, (*ours, *grads[0]), (*theirs, *grads[1]), strict=True):
-        torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def leaves_of(preset: torch.nn.Module, x: torch.Tensor, **more: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ import torch
 
 import te_fuser
 from te_fuser import ops
+from tests.refused import raises
 from tests.twins import randomize, tensor
 
 WIDTH = 6
@@ -123,8 +124,7 @@ def test_what_its_ops_have_or_calls_may_say_is_settled(make: Any, names: str) ->
     for name in names.split():
         before = getattr(preset, name, getattr(preset.common, name, None))
         setattr(preset, name, before)
-        with pytest.raises(AttributeError, match=f"{name} is settled when it is made"):
-            setattr(preset, name, 0.25)
+        raises(AttributeError, f"{name} is settled when it is made", setattr, preset, name, 0.25)
         assert getattr(preset, name) == before
 
 
@@ -165,83 +165,31 @@ SAID = {
 LINEAR = {"parallel_mode": None, "use_bias": True, "return_bias": True, "tp_size": 1, "sequence_parallel": False}
 HEADS = {"num_attention_heads": 4, "num_gqa_groups": 2, "num_gqa_groups_per_partition": 2, "layer_number": 5}
 ASKED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
-    "Linear": (
-        lambda: te_fuser.Linear(8, 6, return_bias=True, **OWN),
-        {**LINEAR, "in_features": 8, "out_features": 6, "fuse_wgrad_accumulation": False},
-    ),
-    "LayerNormLinear": (
-        lambda: te_fuser.LayerNormLinear(
-            8, 6, 1e-3, return_bias=True, return_layernorm_output=True, normalization="RMSNorm", **OWN
-        ),
-        {
-            **LINEAR,
-            "eps": 1e-3,
-            "normalization": "RMSNorm",
-            "zero_centered_gamma": False,
-            "return_layernorm_output": True,
-            "return_layernorm_output_gathered": False,
-        },
-    ),
-    "LayerNormMLP": (
-        lambda: te_fuser.LayerNormMLP(8, 6, activation="clamped_swiglu", activation_params={"limit": 3.0}, **OWN),
-        {
-            "activation": "clamped_swiglu",
-            "activation_params": {"limit": 3.0},
-            "normalization": "LayerNorm",
-            "set_parallel_mode": False,
-            "use_bias": True,
-            "return_bias": False,
-            "checkpoint": False,
-            "eps": 1e-5,
-        },
-    ),
-    "LayerNorm": (
-        lambda: te_fuser.LayerNorm(8, 1e-3, zero_centered_gamma=True, **OWN),
-        {"eps": 1e-3, "zero_centered_gamma": True, "normalized_shape": (8,), "normalization": "LayerNorm"},
-    ),
-    "DotProductAttention": (
-        lambda: te_fuser.DotProductAttention(
-            4, (8, 6), 2, qkv_format="bshd", layer_number=5, window_size=(2, 0), **OWN
-        ),
-        {
-            **HEADS,
-            "qkv_format": "bshd",
-            "attn_mask_type": "causal",
-            "window_size": (2, 0),
-            "bottom_right_diagonal": None,
-            "softmax_type": "vanilla",
-            "softmax_scale": 8**-0.5,
-            "attention_type": "self",
-            "attention_dropout": 0.0,
-            "hidden_size_per_attention_head_k": 8,
-            "hidden_size_per_attention_head_v": 6,
-            "tp_group": None,
-        },
-    ),
-    "MultiheadAttention": (
-        lambda: te_fuser.TransformerLayer(16, 8, 4, **SAID, **OWN).self_attention,
-        {
-            **HEADS,
-            "hidden_size": 16,
-            "hidden_size_per_attention_head": 4,
-            "num_attention_heads_per_partition": 4,
-            "attention_type": "self",
-            "attn_mask_type": "padding_causal",
-            "window_size": (3, 0),
-            "qkv_format": "bshd",
-            "softmax_type": "off-by-one",
-            "rotary_pos_interleaved": True,
-            "qkv_weight_interleaved": False,
-            "input_layernorm": False,
-            "return_layernorm_output": False,
-            "return_bias": False,
-        },
-    ),
-    "TransformerLayer": (
-        lambda: te_fuser.TransformerLayer(16, 8, 4, **SAID, **OWN),
-        {**{name: value for name, value in SAID.items() if name != "num_gqa_groups"}, "kv_channels": 4},
-    ),
-}
+    "Linear": (lambda: te_fuser.Linear(8, 6, return_bias=True, **OWN),
+     {**LINEAR, "in_features": 8, "out_features": 6, "fuse_wgrad_accumulation": False}),
+    "LayerNormLinear": (lambda: te_fuser.LayerNormLinear(8, 6, 1e-3, return_bias=True, return_layernorm_output=True,
+     normalization="RMSNorm", **OWN),
+     {**LINEAR, "eps": 1e-3, "normalization": "RMSNorm", "zero_centered_gamma": False, "return_layernorm_output": True,
+     "return_layernorm_output_gathered": False}),
+    "LayerNormMLP": (lambda: te_fuser.LayerNormMLP(8, 6, activation="clamped_swiglu", activation_params={"limit": 3.0},
+     **OWN),
+     {"activation": "clamped_swiglu", "activation_params": {"limit": 3.0}, "normalization": "LayerNorm",
+     "set_parallel_mode": False, "use_bias": True, "return_bias": False, "checkpoint": False, "eps": 1e-5}),
+    "LayerNorm": (lambda: te_fuser.LayerNorm(8, 1e-3, zero_centered_gamma=True, **OWN),
+     {"eps": 1e-3, "zero_centered_gamma": True, "normalized_shape": (8,), "normalization": "LayerNorm"}),
+    "DotProductAttention": (lambda: te_fuser.DotProductAttention(4, (8, 6), 2, qkv_format="bshd", layer_number=5,
+     window_size=(2, 0), **OWN),
+     {**HEADS, "qkv_format": "bshd", "attn_mask_type": "causal", "window_size": (2, 0), "bottom_right_diagonal": None,
+     "softmax_type": "vanilla", "softmax_scale": 8**-0.5, "attention_type": "self", "attention_dropout": 0.0,
+     "hidden_size_per_attention_head_k": 8, "hidden_size_per_attention_head_v": 6, "tp_group": None}),
+    "MultiheadAttention": (lambda: te_fuser.TransformerLayer(16, 8, 4, **SAID, **OWN).self_attention,
+     {**HEADS, "hidden_size": 16, "hidden_size_per_attention_head": 4, "num_attention_heads_per_partition": 4,
+     "attention_type": "self", "attn_mask_type": "padding_causal", "window_size": (3, 0), "qkv_format": "bshd",
+     "softmax_type": "off-by-one", "rotary_pos_interleaved": True, "qkv_weight_interleaved": False,
+     "input_layernorm": False, "return_layernorm_output": False, "return_bias": False}),
+    "TransformerLayer": (lambda: te_fuser.TransformerLayer(16, 8, 4, **SAID, **OWN),
+     {**{name: value for name, value in SAID.items() if name != "num_gqa_groups"}, "kv_channels": 4}),
+}  # fmt: skip
 each = pytest.mark.parametrize("name", ASKED)
 
 

@@ -16,18 +16,10 @@ import torch
 import te_fuser
 from te_fuser import ops
 from tests.presets import plain
-from tests.presets.layers import (
-    HEADS,
-    OWN,
-    PRESETS,
-    assert_same,
-    bare_list,
-    forward_hook,
-    leaves_of,
-    sample,
-)
+from tests.presets.layers import HEADS, OWN, PRESETS, bare_list, forward_hook, leaves_of, sample
 from tests.presets.plain import ACTIVATIONS, Call, activated, linear, normalized
-from tests.twins import randomize, tensor
+from tests.refused import raises
+from tests.twins import assert_same, randomize, tensor
 
 MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel")
 
@@ -201,9 +193,20 @@ def test_preset_copied_or_loaded_is_trained_by_itself(name: str, tmp_path: Path)
     assert torch.equal(made(x), before)
 
 
-@each
+BLOCKED = {"num_gqa_groups": 2, "bias": False}
+OTHERS: dict[str, Case] = {
+    name: Case(te_fuser.TransformerLayer, (24, 20, HEADS), of_samples(plain.layer), (), {**LAYER, **keywords}, (24,))
+    for name, keywords in {
+        "apart": {"fuse_qkv_params": False, "bias": False},
+        "no mask": {**BLOCKED, "self_attn_mask_type": "no_mask"},
+        "bshd": {**BLOCKED, "attn_input_format": "bshd", "normalization": "RMSNorm", "activation": "swiglu"},
+    }.items()
+}
+
+
+@pytest.mark.parametrize("name", [*CASES, *OTHERS])
 def test_preset_as_torch_nn_and_back_gives_the_same(name: str) -> None:
-    case = CASES[name]
+    case = (CASES | OTHERS)[name]
     made, x = case.make(), case.x()
     theirs, want = made.to_torch(), made(x)
     assert not any(isinstance(m, (te_fuser.FusableOperation, te_fuser.Sequential)) for m in theirs.modules())
@@ -235,10 +238,7 @@ def test_preset_in_lists_is_one_plan_and_hooks_run(name: str) -> None:
 
 
 BESIDE = ("return_bias", "return_layernorm_output")
-ASKED = [
-    ("Linear", BESIDE[:1]),
-    *((name, asked) for name in NORMED for asked in (BESIDE[:1], BESIDE[1:], BESIDE)),
-]
+ASKED = [("Linear", BESIDE[:1]), *((name, asked) for name in NORMED for asked in (BESIDE[:1], BESIDE[1:], BESIDE))]
 
 
 @pytest.mark.parametrize(("name", "asked"), ASKED)
@@ -261,13 +261,10 @@ def test_preset_returns_what_it_is_asked_for_beside(name: str, asked: tuple[str,
         want.append(normalized(x, *held.values(), getattr(made, "eps", 1e-5)))
     assert_same((y, *beside), tuple(want), leaves_of(made, x))
     for model in (te_fuser.Sequential(made), te_fuser.Sequential(ops.Identity(), te_fuser.Sequential(made))):
-        with pytest.raises(TypeError, match=f"{name} returns several values, by {' and '.join(asked)}"):
-            model(x)
-    with pytest.raises((TypeError, NotImplementedError), match=asked[0]):
-        made.to_torch()
+        raises(TypeError, f"{name} returns several values, by {' and '.join(asked)}", model, x)
+    raises((TypeError, NotImplementedError), asked[0], made.to_torch)
     forward_hook(made)
-    with pytest.raises(TypeError, match=asked[0]):
-        te_fuser.Sequential(made, ops.GELU())(x)
+    raises(TypeError, asked[0], lambda: te_fuser.Sequential(made, ops.GELU())(x))
     if name in ("LayerNormLinear", "LayerNormMLP"):
         assert isinstance(case.make(return_layernorm_output_gathered=True)(x), torch.Tensor)
 
@@ -372,13 +369,10 @@ MARKED: list[tuple[str, dict[str, Any], tuple[Any, ...]]] = [
     ("LayerNorm", {}, (WHOLE, WHOLE)),
     ("RMSNorm", {}, (WHOLE,)),
     ("MultiheadAttention", {"softmax_type": "learnable"}, (ALONE, WHOLE, ALONE, ALONE, WHOLE)),
-    (
-        "MultiheadAttention",
-        {"set_parallel_mode": True, "softmax_type": "learnable"},
-        (ROWS, ROWS, ROWS, COLUMNS, WHOLE),
-    ),
+    ("MultiheadAttention", {"set_parallel_mode": True, "softmax_type": "learnable"},
+     (ROWS, ROWS, ROWS, COLUMNS, WHOLE)),
     ("MultiheadAttention", {"set_parallel_mode": True, "fuse_qkv_params": False}, (*[ROWS] * 6, COLUMNS, WHOLE)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "keywords", "marks"), MARKED)

@@ -1,4 +1,4 @@
-"""Reference of a call in plain PyTorch, and its plan: for every call that forward takes."""
+"""Calls that presets take: their reference, looks, plans and exports, and sizes that are planned ahead."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import torch
 
 import te_fuser
 from te_fuser import ops
+from te_fuser.fuser import pipeline
 from tests.looking import plans_that_run
 from tests.needs import needs_follower
 from tests.presets.layers import HEADS, LENGTHS, OWN, PAD, B, F, K, S, attention, layer
-from tests.twins import randomize, tensor
+from tests.twins import assert_same, randomize, tensor
 
 
 def dot_product(**keywords: Any) -> Any:
@@ -43,25 +44,19 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "norm": (lambda: randomize(te_fuser.LayerNorm(F, **OWN)), {}),
     "attention": (attention, {}),
     "attention, mask": (attention, {"attention_mask": PAD, "attn_mask_type": "padding"}),
-    "attention, beside": (
-        lambda: attention(input_layernorm=True, return_layernorm_output=True, return_bias=True),
-        {"window_size": (1, 0), "rotary_pos_emb": ANGLES},
-    ),
-    "attention, cross": (
-        lambda: attention(attention_type="cross", attn_mask_type="no_mask"),
-        {"encoder_output": MEMORY, "attention_mask": (None, (torch.arange(K) > 3).expand(B, 1, 1, K))},
-    ),
+    "attention, beside": (lambda: attention(input_layernorm=True, return_layernorm_output=True, return_bias=True),
+     {"window_size": (1, 0), "rotary_pos_emb": ANGLES}),
+    "attention, cross": (lambda: attention(attention_type="cross", attn_mask_type="no_mask"),
+     {"encoder_output": MEMORY, "attention_mask": (None, (torch.arange(K) > 3).expand(B, 1, 1, K))}),
     "layer": (layer, {}),
     "layer, mask": (layer, {"attention_mask": PAD, "self_attn_mask_type": "padding_causal"}),
     "layer, lengths": (layer, {"cu_seqlens_q": LENGTHS, "self_attn_mask_type": "padding"}),
     "layer, bias": (layer, {"core_attention_bias": BIAS, "core_attention_bias_type": "pre_scale_bias"}),
     "layer, angles": (layer, {"rotary_pos_emb": (ANGLES, ANGLES), "window_size": (2, 0)}),
     "layer, slopes": (layer, {"core_attention_bias_type": "alibi", "alibi_slopes": tensor(B, HEADS, grad=False)}),
-    "decoder": (
-        lambda: layer(layer_type="decoder"),
-        {"encoder_output": MEMORY, "enc_dec_attn_mask": torch.rand(B, 1, S, K) > 0.7},
-    ),
-}
+    "decoder": (lambda: layer(layer_type="decoder"),
+     {"encoder_output": MEMORY, "enc_dec_attn_mask": torch.rand(B, 1, S, K) > 0.7}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -69,15 +64,12 @@ def test_it_takes_what_calls_take(name: str) -> None:
     make, call = CALLS[name]
     made, x = make(), tensor(S, B, F)
     given = [t for item in call.values() for t in (item if isinstance(item, tuple) else (item,))]
-    leaves = [x, *made.parameters(), *(t for t in given if isinstance(t, torch.Tensor) and t.requires_grad)]
-    ours, wanted = made(x, **call), made.reference(x, **call)
-    ours, wanted = (t if isinstance(t, tuple) else (t,) for t in (ours, wanted))
-    assert len(ours) == len(wanted)
-    torch.testing.assert_close(ours, wanted)
-    total, want = (sum((y * y).sum() for y in ys) for ys in (ours, wanted))
-    for one, other in zip(*(torch.autograd.grad(t, leaves, allow_unused=True) for t in (total, want)), strict=True):
-        torch.testing.assert_close(one, other)
-    assert type(wanted[0].grad_fn).__name__ != "SegmentFunctionBackward"
+    own = [] if "weight" in call else made.parameters()
+    leaves = [x, *own, *(t for t in given if isinstance(t, torch.Tensor) and t.requires_grad)]
+    wanted = made.reference(x, **call)
+    first = wanted[0] if isinstance(wanted, tuple) else wanted
+    assert type(first.grad_fn).__name__ != "SegmentFunctionBackward"
+    assert_same(made(x, **call), wanted, leaves)
 
 
 MASKS = (torch.rand(B, 1, 1, S) > 0.8, torch.rand(B, 1, 1, S) > 0.8)
@@ -173,13 +165,10 @@ PADDED, TWO = torch.tensor([0, 3, 10, 15]), torch.tensor([0, 2, 0, 0])
 TAKEN: dict[str, tuple[torch.Tensor, torch.Tensor, dict[str, Any]]] = {
     "lengths": (LENGTHS, LENGTHS - TWO, {"self_attn_mask_type": "padding"}),
     "offsets": (SEQUENCES, SEQUENCES - TWO, {"max_seqlen_q": 11}),
-    "padded, angles": (
-        PADDED,
-        PADDED - TWO,
-        {"cu_seqlens_q_padded": SEQUENCES, "rotary_pos_emb": torch.ones(11, 1, 1, 6)},
-    ),
+    "padded, angles": (PADDED, PADDED - TWO,
+     {"cu_seqlens_q_padded": SEQUENCES, "rotary_pos_emb": torch.ones(11, 1, 1, 6)}),
     "mask": (PAD, PAD.roll(1, -1), {"self_attn_mask_type": "padding_causal", "window_size": (3, 0)}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TAKEN)
@@ -204,3 +193,66 @@ def test_strict_export_of_a_call_that_was_not_made_yet() -> None:
     program = torch.export.export(Exported(made, **call), (x,), strict=True).module()
     for given in (x, 2 * x):
         torch.testing.assert_close(program(given), made(given, **call), rtol=1e-4, atol=1e-5)
+
+
+SIZES: dict[str, Any] = {"seq_length": S, "micro_batch_size": B}
+X, SAME, CROSS = tensor(S, B, F), tensor(S, B, F, seed=5), {"attention_type": "cross", "attn_mask_type": "padding"}
+ENDS, MASK = torch.arange(B + 1, dtype=torch.int32) * S, PAD.expand(B, 1, S, S)
+DECODER: dict[str, Any] = {"layer_type": "decoder"}
+CROSSED = {**DECODER, "self_attn_mask_type": "padding", "enc_dec_attn_mask_type": "padding"}
+# A preset, its arguments, and a call of it.
+AHEAD: list[tuple[Any, dict[str, Any], torch.Tensor, dict[str, Any]]] = [
+    (mlp, {}, X, {}),
+    (mlp, {"checkpoint": True}, X, {}),
+    (mlp, {"return_bias": True, "return_layernorm_output": True}, X, {}),
+    (attention, {}, X, {}),
+    (attention, {"input_layernorm": True, "return_layernorm_output": True}, X, {}),
+    (attention, {"attn_mask_type": "padding"}, X, {"attention_mask": PAD}),
+    (attention, CROSS, X, {"encoder_output": SAME, "attention_mask": (PAD, PAD)}),
+    (layer, {}, X, {}),
+    (layer, {"attn_input_format": "bshd"}, tensor(B, S, F), {}),
+    (layer, {"self_attn_mask_type": "padding_causal"}, X, {"attention_mask": PAD}),
+    (layer, {"self_attn_mask_type": "arbitrary"}, X, {"attention_mask": MASK}),
+    (layer, {"attn_input_format": "thd"}, tensor(S * B, F), {"cu_seqlens_q": ENDS}),
+    (layer, DECODER, X, {"encoder_output": SAME}),
+    (layer, CROSSED, X, {"attention_mask": PAD, "encoder_output": SAME, "enc_dec_attn_mask": (PAD, PAD)}),
+]
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Records of plans made, and of plans loaded, for which kernels are compiled."""
+    found: list[str] = []
+    for name in ("make_plan", "load"):
+        real = getattr(pipeline, name)
+        monkeypatch.setattr(pipeline, name, lambda *args, name=name, real=real: found.append(name) or real(*args))
+    return found
+
+
+@pytest.mark.parametrize(("make", "keywords", "x", "call"), AHEAD)
+def test_sizes_that_are_planned_ahead(make: Any, keywords: Any, x: Any, call: Any, planned: list[str]) -> None:
+    """The first call of them neither plans nor compiles, and its backward neither."""
+    made = make(**keywords, **SIZES)
+    assert planned == ["make_plan", "load"]
+    planned.clear()
+    y = made(x, **call)
+    (y[0] if isinstance(y, tuple) else y).sum().backward()
+    assert planned == []
+
+
+def test_one_of_the_two_or_a_group_that_comes_later_plans_nothing(planned: list[str]) -> None:
+    for make in (mlp, attention, layer):
+        make(seq_length=S), make(micro_batch_size=B)
+        assert make(**SIZES, tp_size=2, set_parallel_mode=True).tp_size == 2
+    mlp(**SIZES, device="meta"), attention(**SIZES, device="meta")
+    assert planned == []
+
+
+def test_hooks_for_all_modules() -> None:
+    """Hooks for all modules make every op a part by itself: there is no plan to be made ahead."""
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        made = layer(**SIZES)
+    finally:
+        hook.remove()
+    torch.testing.assert_close(made(X), layer()(X))

@@ -11,7 +11,9 @@ import torch
 
 import te_fuser
 from te_fuser import ops
+from tests.looking import Apply
 from tests.presets.layers import HEADS, LENGTHS, PAD, B, F, K, S, attention, layer
+from tests.refused import raises
 from tests.twins import tensor
 
 CALLS: dict[str, dict[str, Any]] = {"as it was made": {}, "of another kind": {"self_attn_mask_type": "no_mask"}}
@@ -100,13 +102,11 @@ def test_another_module_in_place_of_attention_or_its_core() -> None:
         made.self_attention.core_attention = core
         for call in (made, made.self_attention):
             words = f"core_attention is {name}, and calls tell it their mask .* put a DotProductAttention there"
-            with pytest.raises(TypeError, match=words):
-                call(x)
+            raises(TypeError, words, call, x)
     made, x = layer(), tensor(5, 2, F)
     made.self_attention = ops.Identity()
     torch.testing.assert_close(made(x), 2 * x + made.layernorm_mlp(2 * x))
-    with pytest.raises(TypeError, match="Identity stands in place of a MultiheadAttention"):
-        made(x, self_attn_mask_type="no_mask")
+    raises(TypeError, "Identity stands in place of a MultiheadAttention", made, x, self_attn_mask_type="no_mask")
 
 
 def test_a_part_or_a_parameter_that_is_gone() -> None:
@@ -114,28 +114,19 @@ def test_a_part_or_a_parameter_that_is_gone() -> None:
     made(x)
     made.layernorm_mlp.fc1_weight = None
     words = r"Bound\(MatMul\) reads 'fc1_weight' of LayerNormMLP, which has no parameter of that name: give it one"
-    with pytest.raises(AttributeError, match=words):
-        made(x)
+    raises(AttributeError, words, made, x)
     op = ops.Linear(F, F)
     op.weight = None  # type: ignore[assignment]
     op.reset_parameters()
-    with pytest.raises(AttributeError, match="reads 'weight' of Linear, which has no parameter of that name"):
-        op(x)
+    raises(AttributeError, "reads 'weight' of Linear, which has no parameter of that name", op, x)
     made, x = layer(), tensor(5, 2, F)
     made.layernorm_mlp = None
-    with pytest.raises(AttributeError, match=r"TransformerLayer has no 'layernorm_mlp' any more: put te_fuser.ops.Id"):
-        made(x)
+    raises(AttributeError, r"TransformerLayer has no 'layernorm_mlp' any more: put te_fuser.ops.Id", made, x)
     del made.layernorm_mlp
-    with pytest.raises(AttributeError, match="no 'layernorm_mlp' any more"):
-        made(x)
+    raises(AttributeError, "no 'layernorm_mlp' any more", made, x)
 
 
-class Twice(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * x
-
-
-@pytest.mark.parametrize("op", [ops.Scale(value=2.0), Twice()])
+@pytest.mark.parametrize("op", [ops.Scale(value=2.0), Apply(lambda x: 2 * x)])
 def test_what_is_appended_acts_in_every_kind_of_call(op: torch.nn.Module) -> None:
     made, usual, x = layer(), layer(), tensor(5, 2, F)
     made.append(op)

@@ -14,6 +14,7 @@ import torch
 import te_fuser
 from te_fuser.fuser import pipeline
 from tests.presets.layers import layer
+from tests.refused import raises
 from tests.twins import tensor
 
 F, L = 24, 9
@@ -122,14 +123,10 @@ def test_a_step_plans_nothing_anew_and_reads_no_value(monkeypatch: pytest.Monkey
         if step == 1:
             memory = [t.data_ptr() for t in params.key_value_memory_dict[1]]
             for name in ("item", "tolist", "__int__", "__bool__", "__float__", "cpu"):
-                monkeypatch.setattr(torch.Tensor, name, refuse)
+                monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("a value was read"))
         run(made, x, params, rotary_pos_emb=TABLE)
     assert len(planned) == 1
     assert memory == [t.data_ptr() for t in params.key_value_memory_dict[1]]
-
-
-def refuse(*args: Any) -> None:
-    raise AssertionError("a value was read")
 
 
 def test_lengths_stay_where_they_are() -> None:
@@ -182,14 +179,11 @@ def test_a_copy_goes_on_by_itself(copied: Any) -> None:
 
 def test_what_is_refused() -> None:
     made, x, params = layer(), tensor(2, 2, F, grad=False), Params(2, L)
-    with pytest.raises(NotImplementedError, match="is_paged asks for pages"):
-        Params(2, L, is_paged=True)
-    with pytest.raises(TypeError, match="takes no argument 'pages'"):
-        Params(2, L, pages=3)
+    raises(NotImplementedError, "is_paged asks for pages", Params, 2, L, is_paged=True)
+    raises(TypeError, "takes no argument 'pages'", Params, 2, L, pages=3)
     params.pre_step({0: 8, 1: 2})
     words = r"told 2 sequences with 8 tokens at most, and the call has 2 samples of 2 .* room for 8 tokens or more"
-    with pytest.raises(ValueError, match=words):
-        run(made, x, params)
+    raises(ValueError, words, run, made, x, params)
     with pytest.raises(ValueError, match="has 1 samples of 2 .* give a row for each sequence, from 2 to 2, with room"):
         run(made, x[:, :1], params)
     params.pre_step({0: 1, 1: 2})
@@ -197,42 +191,33 @@ def test_what_is_refused() -> None:
         run(made, x, params, self_attn_mask_type="arbitrary")
     with pytest.raises(ValueError, match="rotary_pos_emb has 2 positions, and sequences may have 9"):
         run(made, x, params, rotary_pos_emb=TABLE[:2])
-    with pytest.raises(TypeError, match=r"inference_params is te_fuser.InferenceParams or has max_batch_size"):
-        run(made, x, object())
+    raises(TypeError, r"inference_params is te_fuser.InferenceParams or has max_batch_size", run, made, x, object())
     both = layer(layer_number=1), layer(layer_number=1, kv_channels=5)
     params = Params(2, L)
     params.pre_step({0: 2, 1: 2})
     run(both[0], x, params)
-    with pytest.raises(ValueError, match="give each layer a layer_number of its own"):
-        run(both[1], x, params)
+    raises(ValueError, "give each layer a layer_number of its own", run, both[1], x, params)
 
 
 @pytest.mark.parametrize(
     ("step", "error", "words"),
     [
-        (
-            {0: 1, "a": 1, "b": 1},
-            ValueError,
-            r"3 sequences, of which 2 are new \('a', 'b'\), and max_batch_size=2: leave",
-        ),
+        ({0: 1, "a": 1, "b": 1}, ValueError,
+         r"3 sequences, of which 2 are new \('a', 'b'\), and max_batch_size=2: leave"),
         (dict.fromkeys(range(2, 8), 1), ValueError, r"6 are new \(2, 3, 4, 5, ..\), and max_batch_size=2"),
         ({1: 1, 0: 2}, ValueError, "sequence 0 has 8 positions and would have 10 by 2 more, and max_sequence_length=9"),
         ({0: 1, "long": 10}, ValueError, "sequence 'long' is new and would have 10 by 10 more, .* leave it out to end"),
         ({0: -1}, ValueError, "sequence 0 continues by -1 tokens: give 0 or more"),
         ({0: 1.5}, TypeError, r"sequence 0 continues by 1.5 \(float\): give a whole number of tokens"),
-        (
-            {torch.tensor(0): 1},
-            TypeError,
-            r"called by a tensor, .* call it by a number or a text, of tensors by .tolist",
-        ),
+        ({torch.tensor(0): 1}, TypeError,
+         r"called by a tensor, .* call it by a number or a text, of tensors by .tolist"),
         ([0, 1], TypeError, "pre_step takes a dict, sequence -> how many tokens, got list"),
     ],
-)
+)  # fmt: skip
 def test_steps_that_are_refused_change_nothing(step: Any, error: type[Exception], words: str) -> None:
     params = Params(2, L)
     params.pre_step({0: 8, 1: torch.tensor(2)})
-    with pytest.raises(error, match=words):
-        params.pre_step(step)
+    raises(error, words, params.pre_step, step)
     assert params.sequences == {0: 8, 1: 2} and params._steps == [8, 2]
 
 
@@ -243,10 +228,8 @@ def test_steps_without_a_sequence_or_its_caches() -> None:
     want = run(made, x, params)
     params.pre_step({})
     assert not params.sequences
-    with pytest.raises(
-        ValueError, match=r"pre_step was told no sequence, and the call has 2 samples: name them, or reset"
-    ):
-        run(made, x, params)
+    words = r"pre_step was told no sequence, and the call has 2 samples: name them, or reset"
+    raises(ValueError, words, run, made, x, params)
     params.reset()
     torch.testing.assert_close(run(made, x, params), want)
     # A layer that no earlier step went through, as a copy of one without a number is.
@@ -254,8 +237,7 @@ def test_steps_without_a_sequence_or_its_caches() -> None:
     params.pre_step({0: 3, 1: 3})
     run(made, x[:3], params)
     params.pre_step({0: 1, 1: 1})
-    with pytest.raises(ValueError, match="no earlier step has caches of this layer"):
-        run(copy.deepcopy(made), x[3:4], params)
+    raises(ValueError, "no earlier step has caches of this layer", run, copy.deepcopy(made), x[3:4], params)
     torch.testing.assert_close(run(made, x[3:4], params), whole(made, x)[3:4])
 
 

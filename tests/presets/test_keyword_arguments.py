@@ -1,10 +1,11 @@
-"""Presets' arguments: of every one, by name and by position, those of other releases, devices and dtypes."""
+"""Arguments of presets: every one, by name and position, of other releases, devices and dtypes."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 import pickle
+import typing
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,25 @@ import pytest
 import torch
 
 import te_fuser
+from te_fuser.presets import keyword_arguments, keyword_types
+from te_fuser.presets.base import Preset
+from tests.keyword_types import WRITTEN, keywords, makers, text
 from tests.presets.layers import PRESETS, sample
+from tests.refused import raises
+
+
+def test_the_file_is_what_the_signatures_say() -> None:
+    assert text().splitlines() == WRITTEN.read_text().splitlines(), "see tests/keyword_types.py"
+
+
+@pytest.mark.parametrize("preset", makers())
+def test_a_constructor_takes_its_keywords_with_their_types(preset: type[Preset]) -> None:
+    own, known = f"{preset.__name__}Keys", {**vars(keyword_arguments), **vars(keyword_types)}
+    assert inspect.signature(preset.__init__).parameters["keywords"].annotation == f"Unpack[{own}]"
+    hints = typing.get_type_hints(getattr(keyword_types, own))
+    assert hints == {name: eval(of, known) for name, of in keywords(preset).items()}
+    assert {"device", "params_dtype", "memory", "verify"} < hints.keys()
+
 
 WITH_WEIGHTS = [name for name in PRESETS if name not in ("LayerNorm", "RMSNorm", "DotProductAttention")]
 each = pytest.mark.parametrize("name", PRESETS)
@@ -35,8 +54,7 @@ def test_params_dtype_device_and_options_of_lists(name: str) -> None:
         assert all(p.is_meta for p in make().parameters())
         assert not any(p.is_meta for p in make(device="cpu").parameters())
     for bad in (torch.int32, "float32", 5):
-        with pytest.raises(TypeError, match="params_dtype is a floating-point dtype"):
-            make(params_dtype=bad)
+        raises(TypeError, "params_dtype is a floating-point dtype", make, params_dtype=bad)
     preset = PRESETS[name](memory="lean", kernels="reference", device="cpu")
     assert preset.memory == "lean" and preset.kernels == "reference"
 
@@ -61,8 +79,7 @@ def test_the_default_device_is_the_gpu_where_there_is_one_and_none_was_set(monke
 def test_unknown_keywords_name_the_nearest(name: str) -> None:
     with pytest.raises(TypeError, match=rf"{name}\(\) takes no argument 'param_dtype'; did you mean 'params_dtype'\?"):
         PRESETS[name](param_dtype=torch.float32)
-    with pytest.raises(TypeError, match=r"takes no argument 'zzzz'; it takes .*device, .*tp_size"):
-        PRESETS[name](zzzz=1)
+    raises(TypeError, r"takes no argument 'zzzz'; it takes .*device, .*tp_size", lambda: PRESETS[name](zzzz=1))
 
 
 NOTHING = {
@@ -74,9 +91,7 @@ NOTHING = {
     "symmetric_ar_type": None,
     "save_original_input": True,
 }
-MISSING = {
-    "symmetric_ar_type": "multimem_all_reduce",
-}
+MISSING = {"symmetric_ar_type": "multimem_all_reduce"}
 OF_OTHERS = {"cp_group": None, "cp_comm_type": "p2p"}  # which the preset of attention takes
 MISSING_IN_OTHERS = {"cp_stream": "a stream", "cp_global_ranks": [0, 1]}
 
@@ -149,8 +164,7 @@ def test_signature_of_a_subclass_is_its_own() -> None:
             super().__init__(features, features, **keywords)
 
     assert {"features", "bias", "device", "verify"} < inspect.signature(Square).parameters.keys()
-    with pytest.raises(TypeError, match=r"Square\(\) takes no argument 'bais'; did you mean 'bias'"):
-        Square(3, bais=False)
+    raises(TypeError, r"Square\(\) takes no argument 'bais'; did you mean 'bias'", Square, 3, bais=False)
     made = torch.nn.utils.skip_init(te_fuser.Linear, 4, 6, device="cpu")
     assert made.weight.shape == (6, 4) and not made.weight.is_meta
 
@@ -258,14 +272,11 @@ def test_groups_of_ranks(name: str, tmp_path: Path) -> None:
         assert all(m.tp_group is None for m in parts) and torch.equal(made(*given), want)
         made.set_tensor_parallel_group(group)
         assert all(m.tp_group is group for m in parts) and torch.equal(outer(*given), want)
-        with pytest.raises(TypeError, match="tp_group is a group of torch.distributed's, got 5"):
-            made.set_tensor_parallel_group(5)
+        raises(TypeError, "tp_group is a group of torch.distributed's, got 5", made.set_tensor_parallel_group, 5)
         later = PRESETS[name](tp_size=2, device="cpu")
-        with pytest.raises(RuntimeError, match="tp_size=2 takes a group: call set_tensor_parallel_group"):
-            later(*given)
+        raises(RuntimeError, "tp_size=2 takes a group: call set_tensor_parallel_group", later, *given)
         later.set_tensor_parallel_group(group)
-        with pytest.raises(RuntimeError, match="made for tp_size=2, its tp_group has 1 ranks"):
-            later(*given)
+        raises(RuntimeError, "made for tp_size=2, its tp_group has 1 ranks", later, *given)
         with pytest.raises(ValueError, match="tp_size=2, but tp_group has 1 ranks: leave tp_size out"):
             PRESETS[name](tp_group=group, tp_size=2, device="cpu")
     finally:
@@ -302,10 +313,8 @@ def test_what_goes_by_position_is_what_its_name_says_and_more_is_told_so(name: s
     numbers = [getattr(m, "layer_number", None) for m in made.modules()]
     assert numbers == [getattr(m, "layer_number", None) for m in want.modules()]
     last = by_position(getattr(te_fuser, name))[-1]
-    with pytest.raises(
-        TypeError, match=rf"^{name}\(\) takes .*{last} by position, got \(1, 0\) behind them: give it by"
-    ):
-        getattr(te_fuser, name)(*GIVEN[name], (1, 0))
+    words = rf"^{name}\(\) takes .*{last} by position, got \(1, 0\) behind them: give it by"
+    raises(TypeError, words, lambda: getattr(te_fuser, name)(*GIVEN[name], (1, 0)))
 
     class Own(getattr(te_fuser, name)):  # type: ignore[misc]
         def __init__(self, *sizes: int) -> None:

@@ -10,6 +10,7 @@ import torch
 import te_fuser
 from te_fuser.presets.rotary_position_embedding import apply_rotary_pos_emb
 from tests.presets.layers import LENGTHS, PAD, PRESETS, B, F, S, layer, sample
+from tests.refused import raises
 
 NAN, INF = float("nan"), float("inf")
 
@@ -141,8 +142,7 @@ def test_argument_that_is_wrong_is_refused(
 ) -> None:
     for kind in ("encoder", "decoder") if make is layer and "layer_type" not in keywords else (None,):
         more = {} if kind is None else {"layer_type": kind}
-        with pytest.raises(error, match=words):
-            make(**keywords, **more)
+        raises(error, words, make, **keywords, **more)
 
 
 X, ANGLES = torch.zeros(S, B, F, dtype=torch.float64), torch.zeros(S, 1, 1, 6)
@@ -271,8 +271,7 @@ def test_call_that_is_wrong_is_refused_in_every_way(
 ) -> None:
     made = make(**keywords)
     for way in ways:
-        with pytest.raises(error, match=words):
-            getattr(made, way)(*args, **call)
+        raises(error, words, getattr(made, way), *args, **call)
 
 
 MISSPELLED: dict[str, tuple[str, str]] = {
@@ -293,8 +292,7 @@ def test_call_with_a_keyword_that_nobody_knows_names_the_nearest(name: str, valu
     wrong, nearest = MISSPELLED[name]
     words = rf"^{name} takes no argument '{wrong}' in a call; did you mean '{nearest}'\?"
     for way in WAYS:
-        with pytest.raises(TypeError, match=words):
-            getattr(PRESETS[name](), way)(*sample(name), **{wrong: value})
+        raises(TypeError, words, getattr(PRESETS[name](), way), *sample(name), **{wrong: value})
 
 
 def test_call_takes_the_names_that_appended_ops_read() -> None:
@@ -302,8 +300,7 @@ def test_call_takes_the_names_that_appended_ops_read() -> None:
     preset.append(te_fuser.ops.Add("skip"))
     x, skip = torch.randn(3, 8), torch.randn(3, 8)
     torch.testing.assert_close(preset(x, skip=skip), preset[0:2](x) + skip)
-    with pytest.raises(TypeError, match="takes no argument 'skp' in a call; did you mean 'skip'"):
-        preset(x, skip=skip, skp=None)
+    raises(TypeError, "takes no argument 'skp' in a call; did you mean 'skip'", preset, x, skip=skip, skp=None)
 
 
 T, TABLE = torch.zeros(S, B, 4, 8), torch.zeros(S, 1, 1, 8)
@@ -330,5 +327,4 @@ TURNED: list[tuple[Any, type[Exception], str]] = [
 
 @pytest.mark.parametrize(("call", "error", "words"), TURNED)
 def test_angles_that_are_wrong_are_refused(call: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        call()
+    raises(error, words, call)

@@ -10,22 +10,10 @@ import torch
 
 import te_fuser
 from tests.presets import plain
-from tests.presets.layers import (
-    HEADS,
-    LENGTHS,
-    PAD,
-    B,
-    F,
-    K,
-    S,
-    assert_same,
-    attention,
-    layer,
-    leaves_of,
-)
+from tests.presets.layers import HEADS, LENGTHS, PAD, B, F, K, S, attention, layer, leaves_of
 from tests.presets.layers import assert_as_meant as assert_layer_as_meant
 from tests.presets.plain import Call, causal
-from tests.twins import tensor
+from tests.twins import assert_same, tensor
 
 H = HEADS
 
@@ -174,10 +162,6 @@ def test_sequences_one_behind_the_other(packed: dict[str, Any]) -> None:
         hidden = (a[:, None] != b) | (a < 0)[:, None]
         said |= {"max_seqlen_kv": 6} if "max_seqlen_q" in said else {}
         assert_layer_as_meant(made, Call(hidden), tensor(11, F), one_sample, **given, **said)
-    with pytest.raises(ValueError, match=r"'cu_seqlens_q' and 'cu_seqlens_kv' say \[3, 4\]"):
-        made(tensor(11, F), **{**given, "cu_seqlens_kv": torch.tensor([0, 3, 6, 9])})
-    with pytest.raises(ValueError, match="rotary_pos_emb turns by cu_seqlens_q, and cu_seqlens_kv puts keys into"):
-        made(tensor(11, F), rotary_pos_emb=tensor(11, 1, 1, 6, grad=False), **given)
     same = {"cu_seqlens_q": ours, "cu_seqlens_kv": ours.clone(), "self_attn_mask_type": "padding_causal"}
     x = tensor(11, F)
     torch.testing.assert_close(made(x, **same), made(x, **{**same, "cu_seqlens_kv": ours}))
@@ -196,10 +180,6 @@ def test_decoder_given_lengths_reads_those_of_its_memory() -> None:
         assert_layer_as_meant(layer(layer_type="decoder"), call, cu_seqlens_q=lengths, **given)
 
 
-def core(**keywords: Any) -> Any:
-    return te_fuser.DotProductAttention(2, 4, **keywords)
-
-
 HEADS = [torch.zeros(S, B, 2, 4)] * 3
 
 
@@ -207,20 +187,16 @@ HEADS = [torch.zeros(S, B, 2, 4)] * 3
     ("call", "words"),
     [
         ({"attn_mask_type": "padding", "attention_mask": PAD, "cu_seqlens_kv": KEYS}, "the cu_seqlens_kv that calls"),
-        (
-            {"attn_mask_type": "padding", "cu_seqlens_q": KEYS, "cu_seqlens_q_padded": KEYS},
-            "qkv_format='sbhd' has no padding between sequences, and the cu_seqlens_q_padded",
-        ),
+        ({"attn_mask_type": "padding", "cu_seqlens_q": KEYS, "cu_seqlens_q_padded": KEYS},
+         "qkv_format='sbhd' has no padding between sequences, and the cu_seqlens_q_padded"),
         ({"cu_seqlens_kv_padded": KEYS}, "attn_mask_type='causal' reads no lengths"),
-        (
-            {"attn_mask_type": "arbitrary", "attention_mask": PAD, "cu_seqlens_q": KEYS},
-            "attn_mask_type='arbitrary' reads no lengths",
-        ),
+        ({"attn_mask_type": "arbitrary", "attention_mask": PAD, "cu_seqlens_q": KEYS},
+         "attn_mask_type='arbitrary' reads no lengths"),
     ],
-)
+)  # fmt: skip
 def test_what_changes_nothing_is_said(call: dict[str, Any], words: str) -> None:
     with pytest.warns(UserWarning, match=words):
-        core()(*HEADS, **call)
+        te_fuser.DotProductAttention(2, 4)(*HEADS, **call)
 
 
 @pytest.mark.parametrize("kind", ["post_scale_bias", "pre_scale_bias"])
@@ -234,10 +210,5 @@ def test_a_bias_of_sequences_goes_by_positions_in_each(kind: str) -> None:
         plain.layer(made, x[None, a:b], Call(causal(b - a), bias=scaled[..., : b - a, : b - a]))[0]
         for a, b in ((0, 4), (4, 11))
     ]
-    want, dy, leaves = torch.cat(parts), tensor(11, F, grad=False, seed=3), [x, bias, *made.parameters()]
-    grads = torch.autograd.grad(want, leaves, dy)
     for run in (made, made.reference):
-        y = run(x, cu_seqlens_q=ends, **given)
-        torch.testing.assert_close(y, want)
-        for ours, theirs in zip(torch.autograd.grad(y, leaves, dy), grads, strict=True):
-            torch.testing.assert_close(ours, theirs)
+        assert_same(run(x, cu_seqlens_q=ends, **given), torch.cat(parts), [x, bias, *made.parameters()])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,9 @@ import te_fuser as te
 from te_fuser import ops
 from te_fuser.quantization import checkpoint_contexts, states
 from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
-from tests.quantization.folded import RECIPE, same
+from tests.quantization.folded import RECIPE, same, step
+from tests.refused import raises
+from tests.threads import in_threads
 
 WAYS: dict[str, Callable[..., Any]] = {
     "te": te.checkpoint,
@@ -32,92 +33,89 @@ def plainly(f: Any, x: torch.Tensor) -> torch.Tensor:
     return f(x)
 
 
-def trained(way: Callable[..., Any], inside: bool, steps: int = 3) -> tuple[Any, list[torch.Tensor]]:
-    """A model after some steps, and the last one's results."""
-    m, x = model(), torch.randn(8, 16, requires_grad=True)
+def results(y: torch.Tensor, x: torch.Tensor, m: Any) -> list[torch.Tensor]:
+    """y, and the gradients of x and all parameters."""
+    return [y, *torch.autograd.grad(y.square().sum(), [x, *m.parameters()])]
+
+
+def numbers(m: Any) -> list[torch.Tensor]:
+    return [t for pair in states(m).values() for t in pair]
+
+
+def in_steps(run: Any, m: Any, x: torch.Tensor, inside: bool) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    for _ in range(steps):
+    for _ in range(3):
         with te.autocast(recipe=RECIPE):
-            y = way(m, x)
-            if inside:
-                found = [y, *torch.autograd.grad(y.square().sum(), [x, *m.parameters()])]
-        if not inside:
-            found = [y, *torch.autograd.grad(y.square().sum(), [x, *m.parameters()])]
-    return m, found
+            y = run(m, x)
+            found = results(y, x, m) if inside else []
+        found = found or results(y, x, m)
+    return found
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward outside"])
-@pytest.mark.parametrize("way", WAYS)
-def test_it_is_the_function(way: str, inside: bool) -> None:
-    torch.manual_seed(1)
-    want, results = trained(plainly, inside)
-    torch.manual_seed(1)
-    m, found = trained(WAYS[way], inside)
-    assert all(torch.equal(a, b) for a, b in zip(found, results, strict=True)) and same(m, want)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_what_runs_again_late_has_the_scales_of_then(way: str) -> None:
-    found = []
-    for run in (plainly, WAYS[way]):
-        torch.manual_seed(1)
-        m, x = model(), torch.randn(8, 16, requires_grad=True)
-        trained_by(m, x)
-        with te.autocast(recipe=RECIPE):
-            late = run(m, x)
-        for k in range(3):
-            trained_by(m, (k + 2) * x)
-        g = torch.autograd.grad(late.square().sum(), [x, *m.parameters()])
-        trained_by(m, x)
-        found.append((late, *g, *[t for pair in states(m).values() for t in pair]))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-def trained_by(m: Any, x: torch.Tensor) -> None:
+def late(run: Any, m: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    """With the scales of then."""
+    step(m, x)
     with te.autocast(recipe=RECIPE):
-        y = m(x)
-    y.square().sum().backward()
+        y = run(m, x)
+    for k in range(3):
+        step(m, (k + 2) * x)
+    found = results(y, x, m)
+    step(m, x)
+    return found
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_region_inside_of_what_runs_again(way: str) -> None:
+def with_a_region_inside(run: Any, m: Any, x: torch.Tensor) -> list[torch.Tensor]:
     """The region folds when it runs first, and not again."""
-    m, x, found = model(), torch.randn(8, 16, requires_grad=True), []
 
     def inside(x: torch.Tensor) -> torch.Tensor:
         with te.autocast(recipe=RECIPE):
             return m(x)
 
-    for _ in range(3):
-        y = WAYS[way](inside, x)
-        found.append((y, *torch.autograd.grad(y.square().sum(), [x])))
-    m2 = model()
-    for y, dx in found:
-        with te.autocast(recipe=RECIPE):
-            want = m2(x)
-        assert torch.equal(want, y) and torch.equal(torch.autograd.grad(want.square().sum(), [x])[0], dx)
-    assert same(m, m2)
+    return [t for _ in range(3) for t in results(run(inside, x), x, m)]
 
 
-def test_inner_regions_come_back() -> None:
-    def ran(run: Any) -> list[torch.Tensor]:
+def partly_in_own_precision(run: Any, m: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    def part(x: torch.Tensor) -> torch.Tensor:
+        y = m[1](m[0](x))
+        with te.autocast(enabled=False):
+            return m[3](m[2](y))
+
+    with te.autocast(recipe=RECIPE):
+        step(m, x)
+        y = run(part, x)
+    return results(y, x, m)
+
+
+def one_inside_of_another(run: Any, m: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    step(m, x)
+    given = (30 * x).detach().requires_grad_()
+    with te.autocast(recipe=RECIPE):
+        y = run(lambda t: run(m, t), given)
+    with te.autocast(recipe=RECIPE):
+        pass
+    return results(y, given, m)
+
+
+USES: dict[str, Callable[..., list[torch.Tensor]]] = {
+    "backward inside": lambda *given: in_steps(*given, inside=True),
+    "backward outside": lambda *given: in_steps(*given, inside=False),
+    "late": late,
+    "a region inside": with_a_region_inside,
+    "partly in own precision": partly_in_own_precision,
+    "one inside of another": one_inside_of_another,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("way", WAYS)
+def test_it_is_the_function(way: str, use: str) -> None:
+    """Bit for bit, and in the histories and scales behind it."""
+    found = []
+    for run in (plainly, WAYS[way]):
         torch.manual_seed(1)
         m, x = model(), torch.randn(8, 16, requires_grad=True)
-
-        def part_in_own_precision(x: torch.Tensor) -> torch.Tensor:
-            y = m[1](m[0](x))
-            with te.autocast(enabled=False):
-                y = m[2](y)
-                return m[3](y)
-
-        with te.autocast(recipe=RECIPE):
-            trained_by(m, x)
-            y = run(part_in_own_precision, x)
-        return [y, *torch.autograd.grad(y.square().sum(), [x, *m.parameters()])]
-
-    want = ran(plainly)
-    for run in WAYS.values():
-        assert all(torch.equal(a, b) for a, b in zip(ran(run), want, strict=True))
+        found.append([*USES[use](run, m, x), *numbers(m)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def _in(recipe: Recipe, run: Callable[[], Any]) -> Any:
@@ -145,10 +143,8 @@ def test_a_recompute_in_another_region_raises(reentrant: bool, case: str, warm: 
     for recipe in (then, around) if warm and then is not None else ():
         _in(recipe, lambda: m(x).sum().backward())
     y = (lambda f: f() if then is None else _in(then, f))(lambda: checkpoint(m, x, use_reentrant=reentrant))
-    with pytest.raises(
-        RuntimeError, match="in another region than it ran in.*checkpoint_contexts.*te_fuser.checkpoint"
-    ):
-        _in(around, lambda: y.sum().backward())
+    words = "in another region than it ran in.*checkpoint_contexts.*te_fuser.checkpoint"
+    raises(RuntimeError, words, _in, around, lambda: y.sum().backward())
     _in(around, lambda: m(x).sum().backward())  # and everything goes on
 
 
@@ -161,7 +157,7 @@ def test_torchs_checkpoint_with_backward_in_the_same_region(reentrant: bool, rec
         for _ in range(3):
             m.zero_grad()
             _in(recipe, lambda m=m, x=x, run=run: te.checkpoint(m, run(m, x)).square().sum().backward())
-        found.append([x.grad, *[p.grad for p in m.parameters()], *[t for pair in states(m).values() for t in pair]])
+        found.append([x.grad, *[p.grad for p in m.parameters()], *numbers(m)])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -191,7 +187,7 @@ def test_a_region_inside_of_a_recompute_of_torchs_raises() -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_torchs_checkpoint_is_as_ever_outside_of_regions(reentrant: bool) -> None:
     m, x = model(), torch.randn(8, 16, requires_grad=True)
-    trained_by(m, x.detach())
+    step(m, x.detach())
     want = torch.autograd.grad(m(x).sum(), [x])[0]
     checkpoint(m, x, use_reentrant=reentrant).sum().backward()
     assert torch.equal(x.grad, want)
@@ -206,7 +202,7 @@ def test_presets_that_compute_again() -> None:
             with te.autocast(recipe=RECIPE):
                 y = mlp(x)
             y.square().sum().backward()
-        found.append([y, x.grad, mlp.fc1_weight.grad, *[t for pair in states(mlp).values() for t in pair]])
+        found.append([y, x.grad, mlp.fc1_weight.grad, *numbers(mlp)])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -217,20 +213,15 @@ def test_threads_have_regions_of_their_own() -> None:
         plain = m(x)
         with te.autocast(recipe=RECIPE):
             quantized = m(x)
-    wrong, together = [], threading.Barrier(2)
+    wrong = []
 
     def run(on: bool) -> None:
-        together.wait()
         for _ in range(50):
             with torch.no_grad(), te.autocast(enabled=on, recipe=RECIPE):
                 if not torch.equal(m(x), quantized if on else plain):
                     wrong.append(on)
 
-    threads = [threading.Thread(target=run, args=(on,)) for on in (True, False)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(lambda: run(True), lambda: run(False))
     assert wrong == [] and not torch.equal(plain, quantized)
 
 
@@ -249,18 +240,16 @@ def _trained_beside(folds: bool, together: bool) -> tuple[Any, ...]:
     torch.manual_seed(0)
     x, mine, other, seen = torch.randn(8, 16), model(), model(), []
     for m in (mine, other):
-        trained_by(m, x)
+        step(m, x)
 
     def beside() -> None:
-        trained_by(other, 50 * x)
-        trained_by(other, 5 * x)
+        step(other, 50 * x)
+        step(other, 5 * x)
 
     def function(t: torch.Tensor) -> torch.Tensor:
         half = mine[:2](t)
         if seen and together:
-            thread = threading.Thread(target=beside)
-            thread.start()
-            thread.join()
+            in_threads(beside)
         y = mine[2:](half)
         seen.append(y.detach())
         return y * y.detach().sin()
@@ -275,22 +264,6 @@ def _trained_beside(folds: bool, together: bool) -> tuple[Any, ...]:
     if not together:
         beside()
     return seen, gradients, mine, other
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_one_inside_of_another_has_its_scales(way: str) -> None:
-    found = []
-    for inner in (plainly, WAYS[way]):
-        torch.manual_seed(0)
-        x, m = torch.randn(8, 16), model()
-        trained_by(m, x)
-        given = (30 * x).requires_grad_()
-        with te.autocast(recipe=RECIPE):
-            y = WAYS[way](lambda t, m=m, inner=inner: inner(m, t), given)
-        with te.autocast(recipe=RECIPE):
-            pass
-        found.append([y, *torch.autograd.grad(y.square().sum(), [given, *m.parameters()])])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize(

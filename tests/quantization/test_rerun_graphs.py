@@ -21,6 +21,7 @@ from te_fuser.quantization.products import products_of
 from te_fuser.quantization.state import SCALED, blocks, ensure, state_of
 from te_fuser.recipe import DelayedScaling
 from tests.quantization.regions import FFN, F, data, on
+from tests.refused import raises
 
 MODELS: dict[str, Callable[[], Any]] = {
     "mlp": lambda: te.Sequential(ops.LayerNorm(F), ops.Linear(F, FFN), ops.GELU(), ops.Linear(FFN, F)),
@@ -96,6 +97,19 @@ def step(call: Any, model: Any, x: torch.Tensor) -> list[torch.Tensor]:
     return [y.detach(), *[p.grad for p in (x, *model.parameters())]]
 
 
+def assert_alike(
+    replayed: Any, model: Any, twin: Any, x: torch.Tensor, first: bool | None = None, saved: Any = None
+) -> None:
+    """A step by the graph of a model gives what one of its twin gives, in regions of their own."""
+    results = []
+    for call, m in ((replayed, model), (twin, twin)):
+        with on(), microbatch(first):
+            if saved is not None:
+                m.load_state_dict(saved)
+            results.append(step(call, m, x))
+    assert_equal(*results)
+
+
 def assert_equal(found: Any, wanted: Any) -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
@@ -110,11 +124,7 @@ def test_replays_give_what_calls_give(name: str, stream: Stream) -> None:
     replayed = graphed(model)
     assert_equal(states(model), before)
     for k in range(4):
-        with on():
-            found = step(replayed, model, 2.0**k * data(k))
-        with on():
-            wanted = step(twin, twin, 2.0**k * data(k))
-        assert_equal(found, wanted)
+        assert_alike(replayed, model, twin, 2.0**k * data(k))
         assert_equal(states(model), states(twin))
     assert stream.runs == 4
 
@@ -142,11 +152,7 @@ def test_the_first_region_of_a_model_may_be_that_of_its_capture(stream: Stream) 
     twin = copy.deepcopy(model)
     replayed = graphed(model)
     for k in range(3):
-        with on():
-            found = step(replayed, model, data(k))
-        with on():
-            wanted = step(twin, twin, data(k))
-        assert_equal(found, wanted)
+        assert_alike(replayed, model, twin, data(k))
     assert_equal(states(model), states(twin))
 
 
@@ -169,13 +175,7 @@ def test_loaded_scales_are_read(stream: Stream) -> None:
     replayed = graphed(model)
     saved = {name: t * 4 if name.endswith("fp8_scale") else t for name, t in model.state_dict().items()}
     for k in range(2):
-        with on():
-            model.load_state_dict(saved)
-            found = step(replayed, model, data(k))
-        with on():
-            twin.load_state_dict(saved)
-            wanted = step(twin, twin, data(k))
-        assert_equal(found, wanted)
+        assert_alike(replayed, model, twin, data(k), saved=saved)
     assert_equal(states(model), states(twin))
 
 
@@ -195,8 +195,7 @@ def test_recipes_of_products_are_those_of_the_capture(stream: Stream) -> None:
     with on():
         for weight in products_of(model).values():
             ensure(weight, other, torch.device("cpu"))
-        with pytest.raises(ValueError, match="ran by a second recipe in this region"):
-            replayed(leaf(0))
+        raises(ValueError, "ran by a second recipe in this region", replayed, leaf(0))
 
 
 OTHER = DelayedScaling(amax_history_len=3, margin=1)
@@ -225,8 +224,7 @@ def test_what_was_captured_outside_of_regions_and_models_without_products(stream
     model, _ = pair("mlp")
     replayed = te.cuda_graph(model, leaf(0))
     with on():
-        with pytest.raises(ValueError, match="captured outside of regions of FP8, and is called in one: capture again"):
-            replayed(leaf(0))
+        raises(ValueError, "captured outside of regions of FP8, and is called in one: capture again", replayed, leaf(0))
         with te.autocast(enabled=False):
             replayed(leaf(0))
     replayed(leaf(0))
@@ -248,11 +246,7 @@ def test_micro_batches(name: str, stream: Stream) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for k in range(4):
-            with on(), microbatch(k % 2 == 0):
-                found = step(replayed, model, data(k))
-            with on(), microbatch(k % 2 == 0):
-                wanted = step(twin, twin, data(k))
-            assert_equal(found, wanted)
+            assert_alike(replayed, model, twin, data(k), first=k % 2 == 0)
             for optimizer in optimizers:
                 optimizer.step()
     assert_equal(states(model), states(twin))
@@ -268,8 +262,7 @@ def test_captures_by_hand_and_what_replays_would_do_again_are_refused(stream: St
             model(x)
             with pytest.raises(NotImplementedError, match=r"captured by hand: .*te_fuser.cuda_graph\(model, x\)"):
                 stream.captured(model, x)
-    with pytest.raises(RuntimeError, match="amaxes are folded while a CUDA graph is captured"):
-        stream.captured(lambda: states(model))
+    raises(RuntimeError, "amaxes are folded while a CUDA graph is captured", stream.captured, lambda: states(model))
     with on(), pytest.raises(RuntimeError, match="scales are read by a first graph while a CUDA graph is captured"):
         te.cuda_graph(model, leaf(0), warmup=0)
     graphed(model)

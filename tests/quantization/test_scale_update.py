@@ -24,8 +24,6 @@ from tests.fake_cuda import FakeDriver, running
 from tests.needs import needs_compiler
 from tests.quantization.folded import RECIPE, mean_of, product, recorded, state_of, step
 
-LARGEST = torch.finfo(torch.float32).max
-
 
 def test_history_and_scales() -> None:
     op = product()
@@ -52,7 +50,7 @@ def test_the_formula(margin: int, amax: float, form: Format) -> None:
     one = torch.tensor(amax)
     for role, largest in ((0, form.value.max_fwd), (1, form.value.max_fwd), (2, form.value.max_bwd)):
         want = torch.tensor(largest) / one / torch.tensor(2.0**margin)
-        want = torch.tensor(LARGEST) if want.isinf() else want if want > 0 else torch.tensor(1.0)
+        want = torch.tensor(torch.finfo(torch.float32).max) if want.isinf() else want if want > 0 else torch.tensor(1.0)
         assert torch.equal(state.scale[role], want)
 
 

@@ -18,6 +18,7 @@ from te_fuser.quantization.scale_update import scales_of
 from te_fuser.quantization.state import ROLES
 from te_fuser.recipe import DelayedScaling
 from tests.quantization.folded import RECIPE, mean_of, product, recorded, step
+from tests.refused import raises
 
 
 def test_paths_of_lists_and_presets() -> None:
@@ -48,11 +49,6 @@ def test_paths_of_lists_and_presets() -> None:
     assert len(paths) == 4 and {"layernorm_mlp.fc1", "layernorm_mlp.fc2"} < paths
 
 
-@torch.no_grad()
-def finite(model: torch.nn.Module) -> bool:
-    return all(bool(p.grad.isfinite().all()) for p in model.parameters())  # type: ignore[union-attr]
-
-
 def test_an_overflow_that_gradients_do_not_show_is_counted() -> None:
     """Infinities saturate; each fold that finds one counts, and what was counted once is not again."""
     model, x = te.Sequential(ops.Linear(16, 32, bias=False), ops.GELU(), ops.MatMul(32, 16)), torch.randn(4, 16)
@@ -62,7 +58,7 @@ def test_an_overflow_that_gradients_do_not_show_is_counted() -> None:
         with te.autocast(recipe=RECIPE):
             y = model(x)
         y.backward(torch.full_like(y, factor))
-        assert finite(model)
+        assert all(p.grad.isfinite().all() for p in model.parameters())
         counts.append(not_finite(model))
     assert counts == [{}, {"2.output_gradient": 1}, {"2.output_gradient": 1}]
 
@@ -111,8 +107,7 @@ def test_a_product_by_itself_has_no_path_and_counts_are_asked_outside_of_regions
 @pytest.mark.parametrize("function", [states, not_finite])
 def test_models_are_modules(function: Callable[[Any], Any], given: Any) -> None:
     words = rf"quantization\.{function.__name__} takes the model .*, got {type(given).__name__}: give"
-    with pytest.raises(TypeError, match=words):
-        function(given)
+    raises(TypeError, words, function, given)
 
 
 LOOKS: dict[str, Any] = {
@@ -145,7 +140,6 @@ def looked_at(look: Any, recipe: DelayedScaling, factors: list[list[float]]) -> 
     return [t for pair in states(model).values() for t in pair]
 
 
-GROWING = [[1.0, 8.0, 2.0], [4.0, 0.5], [2.0, 16.0]]
 BEHIND = {
     "max": RECIPE,
     "newest": DelayedScaling(amax_history_len=3, amax_compute_algo="most_recent"),
@@ -160,7 +154,8 @@ BEHIND = {
 @pytest.mark.parametrize("look", LOOKS)
 def test_looks_between_backwards_split_no_entry(look: str, recipe: str) -> None:
     """An entry of a history is a region's: what comes behind a look raises it, and scales are as if nobody looked."""
-    found, want = (looked_at(how, BEHIND[recipe], GROWING) for how in (LOOKS[look], None))
+    factors = [[1.0, 8.0, 2.0], [4.0, 0.5], [2.0, 16.0]]
+    found, want = (looked_at(how, BEHIND[recipe], factors) for how in (LOOKS[look], None))
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
@@ -192,9 +187,6 @@ def test_what_was_loaded_after_a_look_is_another_history() -> None:
     assert states(model)["0.output_gradient"][1].tolist() == [9.0, 5.0, 6.0]
 
 
-LARGEST = torch.finfo(torch.float32).max
-
-
 def test_functions_of_ones_own_get_the_newest_first() -> None:
     found: list[torch.Tensor] = []
 
@@ -216,7 +208,9 @@ def test_functions_of_ones_own_get_the_newest_first() -> None:
     assert state.scale.tolist() == [448.0 / 2 / 2, 1.0, 57344.0 / 4 / 2]
 
 
-@pytest.mark.parametrize(("given", "wanted"), [(math.nan, 5.0), (0.0, 5.0), (-1.0, 5.0), (math.inf, LARGEST)])
+@pytest.mark.parametrize(
+    ("given", "wanted"), [(math.nan, 5.0), (0.0, 5.0), (-1.0, 5.0), (math.inf, torch.finfo(torch.float32).max)]
+)
 def test_functions_that_give_no_scale_move_none_and_infinity_the_largest(given: float, wanted: float) -> None:
     recipe = DelayedScaling(scaling_factor_compute_algo=lambda amax, scale, most, recipe: torch.full_like(scale, given))
     made = scales_of(recipe, torch.ones(2, 3), torch.full((3,), 5.0))
@@ -244,19 +238,13 @@ BAD: dict[str, tuple[Any, str]] = {
     "history": (lambda: DelayedScaling(amax_compute_algo=lambda h: h), r"it gave torch.float32 \[1024, 6\]"),
     "nothing": (lambda: DelayedScaling(amax_compute_algo=lambda h: None), "it gave None"),
     "numbers": (lambda: DelayedScaling(amax_compute_algo=lambda h: h.amax(0).long()), "it gave torch.int64"),
-    "scale": (
-        lambda: DelayedScaling(scaling_factor_compute_algo=lambda amax, scale, most, recipe: scale[:1]),
-        r"scaling_factor_compute_algo\(amax, scale, fp8_max, recipe\).*\[1\]",
-    ),
-    "no argument": (
-        lambda: DelayedScaling(amax_compute_algo=lambda: 3),
-        r"amax_compute_algo\(history\) raised TypeError: .*takes 0 positional",
-    ),
-    "error": (
-        lambda: DelayedScaling(scaling_factor_compute_algo=lambda amax, scale, most, recipe: 1 / 0),
-        r"scaling_factor_compute_algo\(.*\) raised ZeroDivisionError: division by zero",
-    ),
-}
+    "scale": (lambda: DelayedScaling(scaling_factor_compute_algo=lambda amax, scale, most, recipe: scale[:1]),
+     r"scaling_factor_compute_algo\(amax, scale, fp8_max, recipe\).*\[1\]"),
+    "no argument": (lambda: DelayedScaling(amax_compute_algo=lambda: 3),
+     r"amax_compute_algo\(history\) raised TypeError: .*takes 0 positional"),
+    "error": (lambda: DelayedScaling(scaling_factor_compute_algo=lambda amax, scale, most, recipe: 1 / 0),
+     r"scaling_factor_compute_algo\(.*\) raised ZeroDivisionError: division by zero"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -268,5 +256,4 @@ def test_functions_are_tried_before_anything_runs(case: str) -> None:
     op = ops.MatMul(16, 16)
     with te.autocast(recipe=RECIPE), te.autocast(recipe=recipe), pytest.raises(ValueError, match=words):
         op(torch.randn(2, 16))
-    with pytest.raises(ValueError, match=words):
-        te.precision(te.Sequential(op), {"0": recipe})
+    raises(ValueError, words, te.precision, te.Sequential(op), {"0": recipe})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
 import sys
 from pathlib import Path
@@ -22,7 +21,9 @@ from te_fuser.quantization.scale_update import update
 from te_fuser.quantization.state import ROLES, ReadyCheck, blocks
 from te_fuser.recipe import DelayedScaling
 from te_fuser.recipe.region import recomputed
-from tests.quantization.folded import RECIPE, ensure, product, recorded, same, state_of
+from tests.quantization.folded import RECIPE, ensure, product, recorded, same, state_of, step
+from tests.refused import raises
+from tests.twins import stored
 
 
 def trained(recipe: DelayedScaling = RECIPE, steps: int = 2, model: Any = None) -> Any:
@@ -30,9 +31,7 @@ def trained(recipe: DelayedScaling = RECIPE, steps: int = 2, model: Any = None) 
     torch.manual_seed(0)
     model = te.Sequential(ops.Linear(16, 32), ops.GELU(), ops.MatMul(32, 16)) if model is None else model
     for _ in range(steps):
-        with te.autocast(recipe=recipe):
-            y = model(torch.randn(8, 16))
-        y.square().sum().backward()
+        step(model, torch.randn(8, 16), recipe)
     return model
 
 
@@ -51,16 +50,13 @@ def test_state_is_plain_buffers_of_the_op_and_calls_read_others_after_a_fold() -
 def test_copies_have_the_state_and_go_on_by_themselves(how: str) -> None:
     model = trained()
     before = {name: (s.clone(), h.clone()) for name, (s, h) in states(model).items()}
-    file = io.BytesIO()
     if how == "deepcopy":
         twin = copy.deepcopy(model)
     elif how == "pickle":
         twin = pickle.loads(pickle.dumps(model))
     else:
-        torch.save(model.state_dict(), file)
-        file.seek(0)
         twin = te.Sequential(ops.Linear(16, 32), ops.GELU(), ops.MatMul(32, 16))
-        twin.load_state_dict(torch.load(file, weights_only=how == "file of weights only"), strict=True)
+        twin.load_state_dict(stored(model.state_dict(), weights_only=how == "file of weights only"), strict=True)
     assert same(twin, model)
     trained(model=twin)
     assert not same(twin, model)
@@ -130,10 +126,8 @@ def test_half_of_a_state_is_refused(left: str, strict: bool) -> None:
     model, plain = trained(), te.Sequential(ops.Linear(16, 32), ops.GELU(), ops.MatMul(32, 16))
     half = {name: t for name, t in model.state_dict().items() if not name.endswith(left)}
     for m in (plain, model):
-        with pytest.raises(
-            RuntimeError, match=f"of MatMul comes without {left}, or with one of another shape: the scales of a product"
-        ):
-            m.load_state_dict(half, strict=strict)
+        words = f"of MatMul comes without {left}, or with one of another shape: the scales of a product"
+        raises(RuntimeError, words, m.load_state_dict, half, strict=strict)
     assert not dict(plain.named_buffers())
 
 
@@ -147,10 +141,8 @@ def test_numbers_that_calls_cannot_go_by_are_not_loaded(left: str, number: float
     saved, before = {name: t.clone() for name, t in model.state_dict().items()}, copy.deepcopy(model)
     saved[f"2.{left}"].view(-1)[1] = number
     for m in (model, plain):
-        with pytest.raises(
-            RuntimeError, match=rf"2\.{left} has {number} among its numbers, where .*leave it and 2\.fp8"
-        ):
-            m.load_state_dict(saved, strict=False)
+        words = rf"2\.{left} has {number} among its numbers, where .*leave it and 2\.fp8"
+        raises(RuntimeError, words, m.load_state_dict, saved, strict=False)
     assert same(model, before)
     assert [*states(plain)] == [f"0.{role}" for role in ROLES]  # what is sound is loaded
 
@@ -241,8 +233,7 @@ def test_presets_have_state_by_the_names_of_their_weights(make: Any, prefixes: t
 )
 def test_what_is_no_state_is_unexpected(name: str, tensor: torch.Tensor) -> None:
     op = ops.MatMul(16, 16)
-    with pytest.raises(RuntimeError, match=name):
-        op.load_state_dict({**op.state_dict(), name: tensor}, strict=True)
+    raises(RuntimeError, name, op.load_state_dict, {**op.state_dict(), name: tensor}, strict=True)
     with pytest.raises(RuntimeError, match="fp8_scale"):
         ops.LayerNorm(3).load_state_dict({**ops.LayerNorm(3).state_dict(), "fp8_scale": torch.ones(3)}, strict=True)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,8 @@ from te_fuser.quantization import microbatch, states
 from te_fuser.quantization.products import products_of
 from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 from tests.float8 import E4M3, codes
+from tests.refused import raises
+from tests.twins import stored
 
 F, FFN, HEADS = 64, 128, 4
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -99,17 +100,11 @@ def test_saved_and_loaded(name: str) -> None:
     """Strictly, without code, into a model in 8 bits and a wide one; copies and saved models are the same."""
     narrow, wide = made(name)
     x = data(5, 1, F)
-    y, file = run(narrow, x), io.BytesIO()
-    torch.save(narrow.state_dict(), file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
+    y, saved = run(narrow, x), stored(narrow.state_dict(), weights_only=True)
     with te.quantized_model_init():
         other = MODELS[name]()
     other.load_state_dict(saved, strict=True)
-    whole = io.BytesIO()  # plain pickle knows no storages of 8 bits
-    torch.save(narrow, whole)
-    whole.seek(0)
-    for twin in (other, copy.deepcopy(narrow), torch.load(whole, weights_only=False)):
+    for twin in (other, copy.deepcopy(narrow), stored(narrow)):  # plain pickle knows no storages of 8 bits
         assert torch.equal(run(twin, x), y)
     again = copy.deepcopy(wide)
     again.load_state_dict(saved, strict=True)
@@ -225,8 +220,7 @@ def test_refused_in_words(name: str) -> None:
     narrow, _ = made("Linear")
     does, words = REFUSED[name]
     before = {k: t.clone() for k, t in narrow.state_dict().items() if "history" not in k}
-    with pytest.raises((RuntimeError, TypeError), match=words):
-        does(narrow)
+    raises((RuntimeError, TypeError), words, does, narrow)
     assert all(torch.equal(narrow.state_dict()[k].float(), t.float()) for k, t in before.items())
 
 
@@ -238,8 +232,7 @@ def test_one_weight_of_two_modules_is_refused(kind: Any, ran: bool) -> None:
     if ran:
         run(model, data(16, 32))
     model[1].weight = model[0].weight
-    with pytest.raises(RuntimeError, match="is another product's, too, which has a scale of its own"):
-        run(model, data(16, 32))
+    raises(RuntimeError, "is another product's, too, which has a scale of its own", run, model, data(16, 32))
 
 
 @pytest.mark.parametrize("kind", [ops.Linear, te.Linear])
@@ -270,10 +263,7 @@ def test_what_was_written_in_place_is_refused(ran: bool) -> None:
         y = run(twin, x) if ran else None
         with torch.no_grad():
             twin.fc2_weight.copy_(10 * wide.fc2_weight)
-        with pytest.raises(
-            RuntimeError, match="was written in place, which its scale knows nothing of.*load_state_dict"
-        ):
-            run(twin, x)
+        raises(RuntimeError, "was written in place, which its scale knows nothing of.*load_state_dict", run, twin, x)
         twin.load_state_dict(wide.state_dict(), strict=False)
         assert y is None or torch.allclose(run(twin, x), y, rtol=0.02, atol=0.02)
 
@@ -284,20 +274,13 @@ IN_INFERENCE_MODE: dict[str, Callable[[Any], Any]] = {
     "assigned": lambda wide: _loaded(made("LayerNormMLP")[0], made("LayerNormMLP")[0].state_dict(), assign=True),
     "moved": lambda wide: made("LayerNormMLP")[0].bfloat16().float(),
     "copied": lambda wide: copy.deepcopy(made("LayerNormMLP")[0]),
-    "read": lambda wide: torch.load(_file(made("LayerNormMLP")[0]), weights_only=False),
+    "read": lambda wide: stored(made("LayerNormMLP")[0]),
 }
 
 
 def _loaded(model: Any, saved: Any, **how: Any) -> Any:
     model.load_state_dict(saved, strict=False, **how)
     return model
-
-
-def _file(model: Any) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return file
 
 
 @pytest.mark.parametrize("ran", [False, True])
@@ -310,11 +293,9 @@ def test_what_was_written_in_place_in_inference_mode_is_refused(way: str, ran: b
         if ran:
             torch.testing.assert_close(run(narrow, x), run(wide, x), rtol=0.1, atol=0.1)
         narrow.fc2_weight.copy_(10 * wide.fc2_weight)
-        with pytest.raises(RuntimeError, match="was written in place, which its scale knows nothing of"):
-            run(narrow, x)
+        raises(RuntimeError, "was written in place, which its scale knows nothing of", run, narrow, x)
         narrow.fc2_weight = torch.nn.Parameter(narrow.fc2_weight.clone(), requires_grad=False)
-        with pytest.raises(RuntimeError, match="made in torch.inference_mode.*, of which writes are not told: make it"):
-            run(narrow, x)
+        raises(RuntimeError, "made in torch.inference_mode.*, of which writes are not told: make it", run, narrow, x)
         narrow.load_state_dict(wide.state_dict(), strict=False)
         torch.testing.assert_close(run(narrow, x), run(wide, x), rtol=0.1, atol=0.1)
 
@@ -326,8 +307,7 @@ def test_checkpoints_that_do_not_fit_and_other_precisions_are_refused() -> None:
     for model in (narrow, wide):
         with pytest.raises(ValueError, match="in 8 bits in the checkpoint, which has no query_key_value_fp8_scale"):
             model.load_state_dict(alone, strict=False)
-    with pytest.raises(ValueError, match="have one scale"):
-        narrow.load_state_dict({"query_weight": wide.query_weight}, strict=False)
+    raises(ValueError, "have one scale", narrow.load_state_dict, {"query_weight": wide.query_weight}, strict=False)
     with pytest.raises(ValueError, match="have one scale"):
         narrow.load_state_dict({**saved, "query_weight": wide.query_weight}, strict=False)
     narrow, _ = made("LayerNormMLP")
@@ -335,8 +315,7 @@ def test_checkpoints_that_do_not_fit_and_other_precisions_are_refused() -> None:
     with torch.no_grad(), te.autocast(recipe=own), pytest.raises(RuntimeError, match="override_linear_precision"):
         narrow(data(3, F))
     te.precision(narrow, {"fc1": None})
-    with pytest.raises(RuntimeError, match="no product of 8 bits here: te.precision says so"):
-        run(narrow, data(3, F))
+    raises(RuntimeError, "no product of 8 bits here: te.precision says so", run, narrow, data(3, F))
 
 
 KEPT = DelayedScaling(override_linear_precision=(True, False, False))

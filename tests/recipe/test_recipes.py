@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 import copy
 import pickle
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,8 @@ from te_fuser.recipe import (
     Recipe,
     region,
 )
+from tests.refused import raises, refusals
+from tests.threads import in_threads
 
 FAST, SPLIT = MMParams(use_split_accumulator=False), MMParams(use_split_accumulator=True)
 KINDS = (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling)
@@ -90,11 +91,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_recipes(case: str) -> None:
-    make, error, words = BAD[case]
-    with pytest.raises(error, match=words):
-        make()
+test_bad_recipes = refusals(BAD)
 
 
 @dataclass(frozen=True)
@@ -152,8 +149,7 @@ def test_scales_that_are_none_are_refused_where_a_region_is_entered(given: Any) 
 
     with pytest.raises(TypeError, match=r"^Odd: own_scales are three OwnScales.*, got "), te.autocast(recipe=Odd()):
         pass
-    with pytest.raises(TypeError, match=r"^Odd: own_scales are three"):
-        te.precision(te.Linear(64, 64), {"*": Odd()})
+    raises(TypeError, r"^Odd: own_scales are three", te.precision, te.Linear(64, 64), {"*": Odd()})
 
 
 RECIPE, OTHER = DelayedScaling(amax_history_len=4), DelayedScaling(amax_history_len=8)
@@ -241,12 +237,8 @@ def test_regions_decorate_functions_and_can_be_pickled() -> None:
 
 
 def test_errors_other_threads_and_contexts_are_in_no_region() -> None:
-    found: list[Any] = []
     with te.autocast(recipe=RECIPE):
-        thread = threading.Thread(target=lambda: found.append(region.current()))
-        thread.start()
-        thread.join()
-        found.append(contextvars.Context().run(region.current))
+        found = [*in_threads(region.current), contextvars.Context().run(region.current)]
         assert region.current() is not None
     assert found == [None, None]
     with pytest.raises(RuntimeError, match="inside"), te.autocast(recipe=RECIPE):
@@ -269,24 +261,17 @@ def test_keys_are_all_that_plans_depend_on() -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (
-            lambda: te.fp8_autocast(False, False, "delayed"),
-            "te_fuser.recipe as fp8_recipe.* got 'delayed'",
-        ),
+        (lambda: te.fp8_autocast(False, False, "delayed"), "te_fuser.recipe as fp8_recipe.* got 'delayed'"),
         (lambda: te.fp8_autocast("on"), "enabled is True or False, got 'on'"),
         (lambda: te.autocast(False, recipe=DelayedScaling), "as recipe"),
         (lambda: te.autocast(True, calibrating=1), "calibrating is True or False, got 1"),
-        (
-            lambda: te.fp8_autocast(True, fp8_group="world"),
-            "takes a group .* as fp8_group, got 'world'",
-        ),
+        (lambda: te.fp8_autocast(True, fp8_group="world"), "takes a group .* as fp8_group, got 'world'"),
         (lambda: te.fp8_autocast(False, DelayedScaling(), 3), "takes a group"),
         (lambda: te.autocast(amax_reduction_group=3), "as amax_reduction_group, got 3"),
     ],
-)
+)  # fmt: skip
 def test_bad_arguments(call: Any, words: str) -> None:
-    with pytest.raises(TypeError, match=words):
-        call()
+    raises(TypeError, words, call)
 
 
 @pytest.mark.parametrize("given", [3, None, torch.ones(2)])
@@ -318,8 +303,7 @@ def test_what_runs_again_has_its_regions_and_backwards_enter_none(calls: list[re
         assert region.current() == region.Region(OTHER)
     assert calls == [] and not region.recomputing() and region.current() is None
     x = torch.ones(1, requires_grad=True)
-    with pytest.raises(RuntimeError, match="inside of a backward.*checkpoint_contexts"):
-        InBackward.apply(x).backward()
+    raises(RuntimeError, "inside of a backward.*checkpoint_contexts", lambda: InBackward.apply(x).backward())
     with te.autocast(recipe=RECIPE):
         InBackward.apply(x).backward()  # it is inside of another one
     assert len(calls) == 1

@@ -16,13 +16,15 @@ from te_fuser.formula import random
 from te_fuser.ops.attention.dot_product_attention import DotProductAttention
 from te_fuser.ops.attention.heads import Apart
 from te_fuser.ops.attention.mask import MASKS
-from te_fuser.ops.base import OpCall, Spec
+from te_fuser.ops.base import OpCall
 from tests.kernels.attention.cases import LAYOUTS, PACKINGS, boolean_mask
 from tests.ops import attention_cases
+from tests.ops.attention_cases import STREAM
+from tests.ops.check import spec
 from tests.presets.plain import Call, attend
+from tests.refused import raises
 
 SAMPLES, POSITIONS = 2, 7
-STREAM = random.RandomStream(seed=0x1234_5678_9ABC, offset=5, stream=3)
 
 
 def packed_by_hand(q, k, v, layout, packing):
@@ -166,8 +168,7 @@ def test_dropout_draws_in_pieces_as_in_one_and_of_everything_gives_zeros(monkeyp
 
 def test_draws_only_in_training():
     op, _, x, dy = make(dropout=0.5)
-    with pytest.raises(RuntimeError, match="random stream"):
-        op.op_forward(OpCall(), x)
+    raises(RuntimeError, "random stream", op.op_forward, OpCall(), x)
     assert op.settings().dropout == 0.5
     op.eval()
     assert not op.draws() and op.settings().dropout == 0.0
@@ -223,21 +224,14 @@ def test_outputs_own_their_storage():
             assert made.untyped_storage().nbytes() == made.numel() * made.element_size()
 
 
-def spec(*shape, dtype=torch.float32, device="cpu"):
-    return Spec(shape, dtype, torch.device(device))
-
-
 def test_infer_and_flops():
     op = DotProductAttention(4, 8, kv_heads=2, mask="none", layout="sequence_first")
     assert op.infer(spec(7, 2, 64)) == spec(7, 2, 32)
-    with pytest.raises(ValueError, match=r"\(4 \+ 2 \* 2\) \* 8 = 64 features, got 63"):
-        op.infer(spec(7, 2, 63))
-    with pytest.raises(ValueError, match=r"\[sequence, batch, features\], got 2 dimensions: \[7, 64\]"):
-        op.infer(spec(7, 64))
+    raises(ValueError, r"\(4 \+ 2 \* 2\) \* 8 = 64 features, got 63", op.infer, spec(7, 2, 63))
+    raises(ValueError, r"\[sequence, batch, features\], got 2 dimensions: \[7, 64\]", op.infer, spec(7, 64))
     with pytest.raises(ValueError, match=r"\[batch, sequence, features\], got 4 dimensions"):
         DotProductAttention(4, 8, layout="batch_first", mask="none").infer(spec(1, 2, 3, 96))
-    with pytest.raises(TypeError, match=r"got torch\.int64: convert"):
-        op.infer(spec(7, 2, 64, dtype=torch.int64))
+    raises(TypeError, r"got torch\.int64: convert", op.infer, spec(7, 2, 64, dtype=torch.int64))
     assert op.flops(spec(10, 2, 64), {}) == 4 * 2 * 4 * 100 * 8
     assert (
         DotProductAttention(4, 8, kv_heads=2, mask="causal", layout="sequence_first").flops(spec(10, 2, 64), {})
@@ -283,22 +277,18 @@ def test_check_inputs():
     assert not op.named_inputs()["attention_mask"].gradient
     for shape in ((2, 4, 7, 7), (2, 1, 1, 7), (7, 7), (4, 7, 7), (7,), (), (1, 1, 7, 1)):
         op.check_inputs(x, {"attention_mask": spec(*shape, dtype=torch.bool)})
-    with pytest.raises(ValueError, match="boolean tensor 'padding': call the model with padding="):
-        op.check_inputs(x, {})
-    with pytest.raises(TypeError, match=r"'padding' is torch\.float32.*True = masked.*padding < 0"):
-        op.check_inputs(x, {"attention_mask": spec(7, 7)})
-    with pytest.raises(ValueError, match=r"\[7, 6\], which does not broadcast to .* = \[2, 4, 7, 7\]"):
-        op.check_inputs(x, {"attention_mask": spec(7, 6, dtype=torch.bool)})
-    with pytest.raises(ValueError, match=r"does not broadcast.*mask\[:, None\]"):
-        op.check_inputs(x, {"attention_mask": spec(2, 7, 7, dtype=torch.bool)})
-    with pytest.raises(ValueError, match=r"\[2, 7\], which does not broadcast.*give mask\[:, None, None, :\]"):
-        op.check_inputs(x, {"attention_mask": spec(2, 7, dtype=torch.bool)})
-    with pytest.raises(ValueError, match=r"\[8, 7, 7\], which does not.*give mask\.view\(2, 4, 7, 7\)"):
-        op.check_inputs(x, {"attention_mask": spec(8, 7, 7, dtype=torch.bool)})
-    with pytest.raises(ValueError, match="does not broadcast"):
-        op.check_inputs(x, {"attention_mask": spec(1, 2, 4, 7, 7, dtype=torch.bool)})
-    with pytest.raises(ValueError, match="on meta, the input on cpu"):
-        op.check_inputs(x, {"attention_mask": spec(7, 7, dtype=torch.bool, device="meta")})
+    raises(ValueError, "boolean tensor 'padding': call the model with padding=", op.check_inputs, x, {})
+    words = r"'padding' is torch\.float32.*True = masked.*padding < 0"
+    raises(TypeError, words, op.check_inputs, x, {"attention_mask": spec(7, 7)})
+    for device, shape, words in (
+        ("cpu", (7, 6), r"\[7, 6\], which does not broadcast to .* = \[2, 4, 7, 7\]"),
+        ("cpu", (2, 7, 7), r"does not broadcast.*mask\[:, None\]"),
+        ("cpu", (2, 7), r"\[2, 7\], which does not broadcast.*give mask\[:, None, None, :\]"),
+        ("cpu", (8, 7, 7), r"\[8, 7, 7\], which does not.*give mask\.view\(2, 4, 7, 7\)"),
+        ("cpu", (1, 2, 4, 7, 7), "does not broadcast"),
+        ("meta", (7, 7), "on meta, the input on cpu"),
+    ):
+        raises(ValueError, words, op.check_inputs, x, {"attention_mask": spec(*shape, dtype=torch.bool, device=device)})
     causal = DotProductAttention(4, 8, mask="causal", layout="sequence_first")
     assert causal.named_inputs() == {}
     causal.check_inputs(x, {})
@@ -330,8 +320,7 @@ def test_a_changed_attribute_is_a_changed_op():
      ({"mask": "none", "layout": "batch_first", "scores": {}}, TypeError, "scores is an AttentionScores")],
 )  # fmt: skip
 def test_mask_and_layout_have_to_be_told(said: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        DotProductAttention(2, 4, **said)
+    raises(error, words, DotProductAttention, 2, 4, **said)
     made = DotProductAttention(2, 4, mask="causal", layout="batch_first")
     assert copy.deepcopy(made).mask == pickle.loads(pickle.dumps(made)).mask == "causal"
     told = inspect.signature(DotProductAttention).parameters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -10,8 +11,11 @@ import torch
 from te_fuser import ops
 from te_fuser.ops.attention.dot_product_attention import DotProductAttention
 from te_fuser.ops.attention.mask import AttentionMask
-from te_fuser.ops.base import OpCall, Spec
-from tests.ops.attention_cases import by_formula, close, in_layout, run, tensor
+from te_fuser.ops.base import OpCall
+from tests.ops import attention_cases
+from tests.ops.attention_cases import by_formula, in_layout, run, tensor
+from tests.ops.check import spec
+from tests.refused import raises
 
 WINDOWS = [None, (2, 1), (0, 0), (None, 2), (3, None)]
 
@@ -39,21 +43,13 @@ def check(op, q, k, v, inputs, seen, layout):
     """Forward, backward and reference of `op` against the formula."""
     want = in_layout(by_formula(q, k, v, seen, scale=op.scale), layout)
     dy = tensor(*want.shape, seed=4)
-    wanted = [in_layout(g, layout) for g in torch.autograd.grad(want, (q, k, v), dy)]
-    x, key, value = (in_layout(t, layout).detach() for t in (q, k, v))
+    given, wanted = (
+        {name: in_layout(t, layout) for name, t in zip(("input", "key", "value"), ts, strict=True)}
+        for ts in ((q.detach(), k.detach(), v.detach()), torch.autograd.grad(want, (q, k, v), dy))
+    )
     if op.packing == "blocked":
-        x, others = torch.cat((x, key, value), -1), {}
-        wanted = [torch.cat(wanted, -1)]
-    else:
-        others = {"key": key, "value": value}
-    y, dx, made = run(op, x, dy, {**others, **inputs})
-    close(y, want.detach())
-    for ours, gradient in zip((dx, *made.values()), wanted, strict=True):
-        close(ours, gradient)
-    leaf = x.requires_grad_()
-    reference = op.reference(OpCall({**others, **inputs}), leaf)
-    close(reference.detach(), want.detach())
-    close(torch.autograd.grad(reference, leaf, dy)[0], wanted[0])
+        given, wanted = ({"input": torch.cat([*ts.values()], -1)} for ts in (given, wanted))
+    attention_cases.check(op, given.pop("input"), {**given, **inputs}, want, wanted, dy)
 
 
 def parts(queries, keys, samples=2, heads=2, dim=3):
@@ -116,21 +112,16 @@ def test_the_last_that_is_no_padding_is_the_corner(window, sides):
 
 def test_masks_that_cannot_be_and_padding_that_does_not_fit():
     op = DotProductAttention(2, 3, mask=AttentionMask(padding="ours"), layout="batch_first")
-    x = Spec((2, 5, 18), torch.float32, torch.device("cpu"))
+    x = spec(2, 5, 18)
     for shape, dtype, error, words in (
         ((2, 5), torch.bool, ValueError, r"takes \[batch, 1, 1, positions\] = \[2, 1, 1, 5\]; give mask\[:, None"),
         ((2, 1, 1, 5), torch.float32, TypeError, "takes booleans, True = padding"),
     ):
-        with pytest.raises(error, match=words):
-            op.check_inputs(x, {"padding": Spec(shape, dtype, x.device)})
-    with pytest.raises(ValueError, match="reads padding from 'ours'"):
-        op.check_inputs(x, {})
-    with pytest.raises(ValueError, match=r"window is \(left, right\).*got \(-1, 0\)"):
-        AttentionMask(window=(-1, 0))
-    with pytest.raises(ValueError, match="corner='left' is unknown; use one of 'top_left', 'bottom_right'"):
-        AttentionMask(corner="left")
-    with pytest.raises(ValueError, match="keyword argument"):
-        AttentionMask(lengths="my lengths")
+        raises(error, words, op.check_inputs, x, {"padding": spec(*shape, dtype=dtype)})
+    raises(ValueError, "reads padding from 'ours'", op.check_inputs, x, {})
+    raises(ValueError, r"window is \(left, right\).*got \(-1, 0\)", AttentionMask, window=(-1, 0))
+    raises(ValueError, "corner='left' is unknown; use one of 'top_left', 'bottom_right'", AttentionMask, corner="left")
+    raises(ValueError, "keyword argument", AttentionMask, lengths="my lengths")
 
 
 @pytest.mark.parametrize("layout", ["sequence_first", "batch_first"])
@@ -229,34 +220,28 @@ def test_a_given_mask_hides_too():
     ],
 )
 def test_arguments(arguments, words):
-    with pytest.raises(ValueError, match=words):
-        DotProductAttention(2, 4, **{"mask": "none", "layout": "sequence_first", **arguments})
-
-
-def spec(*shape, dtype=torch.int32):
-    return Spec(shape, dtype, torch.device("cpu"))
+    raises(ValueError, words, DotProductAttention, 2, 4, **{"mask": "none", "layout": "sequence_first", **arguments})
 
 
 def test_inputs():
+    counts = partial(spec, dtype=torch.int32)
     op = DotProductAttention(2, 4, mask=AttentionMask(lengths="n"), layout="batch_first")
-    x = spec(3, 7, 24, dtype=torch.float32)
-    op.check_inputs(x, {"lengths": spec(3)})
+    x = spec(3, 7, 24)
+    op.check_inputs(x, {"lengths": counts(3)})
     for given, kind, words in (
         ({}, ValueError, "reads lengths from 'n': call the model with n="),
-        ({"lengths": spec(4)}, ValueError, r"'n' has shape \[4\]; DotProductAttention takes lengths \[3\]"),
-        ({"lengths": spec(3, dtype=torch.float32)}, TypeError, r"'n' is torch.float32; .* whole numbers"),
+        ({"lengths": counts(4)}, ValueError, r"'n' has shape \[4\]; DotProductAttention takes lengths \[3\]"),
+        ({"lengths": spec(3)}, TypeError, r"'n' is torch.float32; .* whole numbers"),
     ):
-        with pytest.raises(kind, match=words):
-            op.check_inputs(x, given)
+        raises(kind, words, op.check_inputs, x, given)
     names = {name: name for name in ("lengths", "key_lengths", "offsets", "key_offsets")}
     op = DotProductAttention(2, 4, mask=AttentionMask(**names), layout="tokens", packing="apart")
-    x = spec(7, 8, dtype=torch.float32)
-    others = {"key": x, "value": x, "lengths": spec(3), "key_lengths": spec(3)}
-    op.check_inputs(x, {**others, "offsets": spec(4), "key_offsets": spec(4)})
+    x = spec(7, 8)
+    others = {"key": x, "value": x, "lengths": counts(3), "key_lengths": counts(3)}
+    op.check_inputs(x, {**others, "offsets": counts(4), "key_offsets": counts(4)})
     with pytest.raises(ValueError, match=r"say \[4, 5\]; DotProductAttention takes as many of both"):
-        op.check_inputs(x, {**others, "key_lengths": spec(4), "offsets": spec(4), "key_offsets": spec(5)})
-    with pytest.raises(ValueError, match=r"takes \[tokens, features\], got 3 dimensions"):
-        op.infer(spec(1, 7, 8, dtype=torch.float32))
+        op.check_inputs(x, {**others, "key_lengths": counts(4), "offsets": counts(4), "key_offsets": counts(5)})
+    raises(ValueError, r"takes \[tokens, features\], got 3 dimensions", op.infer, spec(1, 7, 8))
     assert op.infer(x) == x
 
 
@@ -299,7 +284,5 @@ def test_what_lies_outside_is_refused_on_a_cpu(mask: AttentionMask, counts: dict
     x = tensor(*((7,) if mask.offsets else (2, 7)), op.packed.features)
     given = {argument: torch.tensor(counts[name]) for argument, name in mask.names.items()}
     given |= {name: tensor(2, 5, 8) for name in ("key", "value")} if mask is BOTH else {}
-    with pytest.raises(ValueError, match=words):
-        run(op, x, torch.ones_like(x[..., :8]), given)
-    with pytest.raises(ValueError, match=words):
-        op.reference(OpCall(given), x)
+    raises(ValueError, words, run, op, x, torch.ones_like(x[..., :8]), given)
+    raises(ValueError, words, op.reference, OpCall(given), x)

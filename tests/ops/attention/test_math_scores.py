@@ -9,13 +9,14 @@ import torch
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.formula import random
 from te_fuser.ops.attention.dot_product_attention import DotProductAttention
 from te_fuser.ops.attention.math import AttentionScores, alibi_slopes, at_places, kept
-from te_fuser.ops.base import OpCall, Spec
-from tests.ops.attention_cases import by_formula, close, in_layout, run, tensor
+from te_fuser.ops.base import OpCall
+from tests.ops import attention_cases
+from tests.ops.attention_cases import STREAM, by_formula, close, in_layout, run, tensor
+from tests.ops.check import spec
+from tests.refused import raises
 
-STREAM = random.RandomStream(seed=0x1234_5678_9ABC, offset=5, stream=3)
 SAMPLES, HEADS, QUERIES, KEYS, DIM = 2, 4, 5, 7, 3
 BIASES = [(SAMPLES, HEADS, QUERIES, KEYS), (1, HEADS, 1, KEYS), (QUERIES, KEYS), (SAMPLES, 1, QUERIES, 1), ()]
 
@@ -50,17 +51,7 @@ def check(scores, added, inputs, *, bias=None, corner="top_left", dropout=0.0, c
     wanted |= dict(zip(others, grads[3:], strict=True))
     x, key, value = (in_layout(t, "batch_first").detach() for t in (q, k, v))
     given = {"key": key, "value": value, **{n: t.detach() for n, t in inputs.items()}}
-    y, dx, made = run(op, x, dy, given, STREAM if dropout else None)
-    close(y, want.detach())
-    assert {"input", *made} == set(wanted)
-    for name, gradient in {"input": dx, **made}.items():
-        close(gradient, wanted[name])
-    leaves = {"input": x, **given, **dict(op.named_parameters())}
-    leaves = {n: t.detach().requires_grad_(n in wanted) for n, t in leaves.items()}
-    reference = op.reference(OpCall(dict(leaves), random=STREAM if dropout else None), leaves["input"])
-    close(reference.detach(), want.detach())
-    for name, ours in zip(wanted, torch.autograd.grad(reference, [leaves[n] for n in wanted], dy), strict=True):
-        close(ours, wanted[name])
+    attention_cases.check(op, x, given, want, wanted, dy, STREAM if dropout else None)
 
 
 @pytest.mark.parametrize("shape", BIASES)
@@ -135,8 +126,7 @@ def test_a_bias_by_position_that_is_too_small():
         te_fuser.Sequential(op)(x, cu=cu, b=torch.zeros(3, 5, 5).double())
     with pytest.raises(ValueError, match='by_position=True is for layout="tokens"'):
         DotProductAttention(2, 4, scores=AttentionScores(bias="b", by_position=True), layout="batch_first", mask="none")
-    with pytest.raises(ValueError, match="by_position says how a bias lies, and bias is None"):
-        AttentionScores(by_position=True)
+    raises(ValueError, "by_position says how a bias lies, and bias is None", AttentionScores, by_position=True)
     places = torch.arange(3), torch.arange(3)
     found = at_places(torch.ones(1, 1, 2, 3), places)  # as on a GPU, where nobody looks
     assert found[..., 2, :].isnan().all() and (found[..., :2, :] == 1).all()
@@ -190,38 +180,21 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="scale, got nan"):
         DotProductAttention(2, 3, scale=float("nan"), mask="none", layout="sequence_first")
     for bound in (float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="soft_cap is a positive bound"):
-            AttentionScores(soft_cap=bound)
-    with pytest.raises(ValueError, match="soft_cap is a positive bound"):
-        AttentionScores(-1.0)
-    with pytest.raises(TypeError, match="takes a number as soft_cap, got '30'"):
-        AttentionScores("30")
-    with pytest.raises(ValueError, match="sink='one' is unknown; use one of 'none', 'zero', 'learned'"):
-        AttentionScores(sink="one")
+        raises(ValueError, "soft_cap is a positive bound", AttentionScores, soft_cap=bound)
+    raises(ValueError, "soft_cap is a positive bound", AttentionScores, -1.0)
+    raises(TypeError, "takes a number as soft_cap, got '30'", AttentionScores, "30")
+    raises(ValueError, "sink='one' is unknown; use one of 'none', 'zero', 'learned'", AttentionScores, sink="one")
     op = DotProductAttention(2, 4, scores=AttentionScores(bias="b", alibi="s"), layout="batch_first", mask="none")
-
-    def spec(*shape, dtype=torch.float32):
-        return Spec(shape, dtype, torch.device("cpu"))
-
     x, slopes = spec(3, 7, 24), spec(2)
     op.check_inputs(x, {"attention_bias": spec(2, 7, 7), "alibi_slopes": slopes})
     for bias, slope, kind, words in (
-        (
-            spec(2, 7, 6),
-            slopes,
-            ValueError,
-            r"'b' has shape \[2, 7, 6\], .* \[batch, heads, queries, keys\] = \[3, 2, 7, 7\]",
-        ),
-        (
-            spec(7, 7),
-            spec(3),
-            ValueError,
-            r"'s' has shape \[3\], which does not broadcast to \[batch, heads\] = \[3, 2\]",
-        ),
+        (spec(2, 7, 6), slopes, ValueError,
+         r"'b' has shape \[2, 7, 6\], .* \[batch, heads, queries, keys\] = \[3, 2, 7, 7\]"),
+        (spec(7, 7), spec(3), ValueError,
+         r"'s' has shape \[3\], which does not broadcast to \[batch, heads\] = \[3, 2\]"),
         (spec(7, 7, dtype=torch.int64), slopes, TypeError, "'b' is torch.int64; .* floating-point"),
         (None, slopes, ValueError, "reads a tensor 'b': call the model with b="),
-    ):
+    ):  # fmt: skip
         given = {"alibi_slopes": slope} if bias is None else {"attention_bias": bias, "alibi_slopes": slope}
-        with pytest.raises(kind, match=words):
-            op.check_inputs(x, given)
+        raises(kind, words, op.check_inputs, x, given)
     assert AttentionScores(1.0, "b", True, "zero").beyond == ("a soft cap", "a score bias", "ALiBi", "a sink")
