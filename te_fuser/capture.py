@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -203,6 +204,9 @@ def _held_graphs_told() -> Iterator[None]:
                 pass
         if "legacy stream" not in f"{error} {error.__context__}":
             raise
+        # The frames hold a part of the capture with the same autograd nodes, as long as the error is kept.
+        for e in filter(None, (error, error.__context__)):
+            traceback.clear_frames(e.__traceback__)
         raise RuntimeError(
             "cuda_graph: the capture met work on the default stream. An output or a loss of an earlier call, held with "
             "its autograd graph, brings it there, for one: delete it (del y), or detach it, before the capture"
