@@ -6,7 +6,7 @@ from tests.weight import figures
 
 CEILINGS = {
     "lines of te_fuser and csrc": 65_972,
-    "files in te_fuser": 262,
+    "files in te_fuser": 261,
     "files flat in te_fuser/ops": 30,
     "lines of tests": 67_030,
     "lines of docs/design.md": 449,

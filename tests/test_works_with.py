@@ -165,7 +165,7 @@ ELSEWHERE = {
      "test_losses_are_one_processs"),
     "transformers' `Trainer` on [converted models](how-to/convert.md)": ("convert/test_conversion_trainer.py",
      "test_losses_are_the_originals"),
-    "LoRA by peft on [converted models](how-to/convert.md)": ("convert/test_block_adapters.py", "test_lora"),
+    "LoRA by peft on [converted models](how-to/convert.md)": ("convert/test_conversion_trainer.py", "test_lora"),
     "Hugging Face's `kernels`": ("integrations/test_kernels.py", "test_a_model"),
     "torchtitan": ("parallel/test_torchtitan.py", "test_values_and_gradients"),
     "FSDP (`fully_shard`)": ("fuser/test_pipeline_models.py", "test_fsdp2"),

@@ -28,7 +28,7 @@ _giving_up = threading.Lock()
 
 
 def user_cache_dir() -> Path:
-    """te_fuser's own folder in the user's cache folder, where things are kept unless `config.cache_dir` is set."""
+    """te_fuser's folder in the user's cache folder, where `config.cache_dir` is not set."""
     given = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(given) if given else Path.home() / ".cache") / "te_fuser"
@@ -87,7 +87,7 @@ _numbers = itertools.count()
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file: others see all of it, or what was there before. Who may read it is up to the user's umask."""
+    """Write a file by the user's umask: others see all of it, or what was there before."""
     new = path.with_name(f"{path.name}.{os.getpid()}.{next(_numbers)}{_SUFFIX}")
     try:
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), "wb") as file:

@@ -267,7 +267,7 @@ def _library(folder: Path, key: str) -> Path:
 
 
 def _open(key: str, kernel: CppKernel, folder: Path) -> bool:
-    """Load one kernel from its library; False when the library is not there, torn, or not for this machine."""
+    """Load one kernel; False when its library is not there, torn, or not for this machine."""
     from te_fuser._native import CpuKernel
 
     library, size = _library(folder, key), len(_checksum(b""))

@@ -38,7 +38,7 @@ class RowGrid(NamedTuple):
 
 
 class SumGrid(NamedTuple):
-    """Grid of blocks that add up partial sums: 32 columns each, of every sum and, for some, of every sample."""
+    """Grid of blocks that add up partial sums, of 32 columns each."""
 
     fixed: int
     per_sample: int

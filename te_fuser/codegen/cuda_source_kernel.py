@@ -88,7 +88,7 @@ class TextKernel(ABC, Generic[Made]):
         return cast(Made, _compiled(self, arch, cache))
 
     def ready(self, device: torch.device) -> Made:
-        """The kernel, loaded on a CUDA device; where a plan names it, it has been compiled and loaded before."""
+        """The kernel, loaded on a CUDA device."""
         index = device.index
         return _loaded(self, index_of(device) if index is None else index)  # type: ignore[no-any-return]
 

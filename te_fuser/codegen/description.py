@@ -76,7 +76,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class ScaleOf:
-    """The scale to `most`, the largest number of a dtype, that follows from a magnitude, as `recipe.OwnScales` says."""
+    """The scale of a magnitude to `most`, a dtype's largest number (`recipe.OwnScales`)."""
 
     most: float
     power_of_two: bool

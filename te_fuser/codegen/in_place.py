@@ -47,7 +47,7 @@ def refusal(description: KernelDescription, store: Store, load: Load) -> str:
 
 
 def pairs(description: KernelDescription, dying: Container[str]) -> tuple[tuple[str, str], ...]:
-    """(store, load) for outputs that can be stored over the loads `dying`; each load is overwritten once at most."""
+    """(store, load) for outputs that can be stored over the loads `dying`, each once at most."""
     found: dict[str, str] = {}
     for store in description.stores:
         free = (t for t in description.loads if t.name in dying and t.name not in found.values())
@@ -59,7 +59,7 @@ def pairs(description: KernelDescription, dying: Container[str]) -> tuple[tuple[
 
 @functools.lru_cache(maxsize=256)
 def is_cut(description: KernelDescription, arch: str) -> bool:
-    """True where a kernel's column sums need a kernel of their own on this architecture; then it overwrites nothing."""
+    """True where column sums need a kernel of their own; then it overwrites nothing."""
     if not (description.sums and description.reductions):
         return False
     return schedule_model.pick(rewrite(description), limits_of(arch)) is None

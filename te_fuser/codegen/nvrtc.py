@@ -38,7 +38,7 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class Resources:
-    """Resources of one kernel: registers of a thread, bytes of local memory it spills, static shared memory."""
+    """Registers of a thread, bytes that it spills, and static shared memory of a kernel."""
 
     symbol: str
     registers: int
@@ -62,7 +62,7 @@ def arch_of(capability: tuple[int, int]) -> str:
 
 
 def compile_source(source: str, arch: str, *, name: str = "", cache: Path | None = None) -> Compiled:
-    """Compile CUDA C++ text, or take it from the cache; errors call it `name`, else by its first kernel."""
+    """Compile CUDA C++ text, or take it from the cache; errors call it `name`."""
     if not name:
         kernel = re.search(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(", source)
         name = kernel[1] if kernel else "kernel"
@@ -162,7 +162,7 @@ def _compile(source: str, arch: str, name: str) -> Compiled:
 
 
 def _text(nvrtc: Any, program: Any, size_of: Callable[..., Any], get: Callable[..., Any]) -> bytes:
-    """Bytes that NVRTC holds for a program, read by the function for their size and the one that copies them."""
+    """Bytes that NVRTC holds for a program, by its functions for size and copy."""
     text = bytearray(_done(nvrtc, *size_of(program)))
     _done(nvrtc, *get(program, text))
     return bytes(text)

@@ -158,7 +158,7 @@ _COST_AGAIN = 0.5  # of an instruction
 
 
 def instructions(description: KernelDescription) -> float:
-    """About how many instructions one element takes: a product that one sum alone uses comes with the addition."""
+    """Instructions of one element, about; a product within one sum comes with the addition."""
     nodes = [n for n in description.nodes if n.axes & Axes.FEATURE and n.op != "input"]
     uses = Counter(id(a) for n in description.nodes for a in n.args)
     uses.update(id(r) for r in description.roots)
@@ -361,7 +361,7 @@ _LEAST_COPIED = 4  # bytes of an asynchronous copy
 
 
 def shelves(description: KernelDescription, s: Schedule) -> list[tuple[Expr | None, int]]:
-    """Contents of dynamic shared memory: rows on their way, waiting values, column sums or transposed tiles (None)."""
+    """Contents of dynamic shared memory: rows, waiting values, column sums, transposed tiles (None)."""
     own = s.threads * s.chunks * s.vector
     found: list[tuple[Expr | None, int]] = []
     if s.kind == Kind.TILE:  # one is written while another one is read

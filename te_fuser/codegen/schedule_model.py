@@ -111,7 +111,7 @@ def misfit(description: KernelDescription, schedules: Sequence[Schedule], limits
 
 
 def tile_refusal(description: KernelDescription, limits: Limits) -> str:
-    """Reason for which a kernel cannot store by tiles as described; empty when it can, or stores nothing so."""
+    """Reason for which a kernel cannot store by tiles as described, or ""."""
     if description.in_blocks:
         return _refusal_of_blocks(description, limits)
     if not description.transposed:
@@ -226,7 +226,7 @@ def _columns(description: KernelDescription, vector: int, limits: Limits) -> Ite
 
 
 def _tiles(description: KernelDescription, limits: Limits) -> Iterator[Schedule]:
-    """Tiles of what is stored transposed, the best first: fewer columns for a thread take fewer registers."""
+    """Tiles of what is stored transposed, the best first."""
     # Elements of one read: 16 bytes of the narrowest, less where the width forbids it; 8 with random draws.
     narrowest = min((description.load_bytes[n.attrs[0]] for n in full_loads(description)), default=4)
     most = 8 if _draws(description) or (description.in_blocks and narrowest == 1) else 16 // narrowest
@@ -251,7 +251,7 @@ def _tiles(description: KernelDescription, limits: Limits) -> Iterator[Schedule]
 def _tiles_of(
     description: KernelDescription, vector: int, rounds: int, ahead: int, lanes: int, limits: Limits
 ) -> list[Schedule]:
-    """Blocks of 256 threads and, beside sums, of half as many: first where few of the others fit a multiprocessor."""
+    """Blocks of 256 threads, or of half where few of those fit a multiprocessor."""
     found = []
     small = bool(description.sums) and not description.in_blocks and not rounds
     sums = Sums.REGISTERS if description.sums else Sums.NONE
@@ -352,7 +352,7 @@ _CHUNKS = {1: 0.98, 2: 1.0, 3: 0.99, 4: 0.985, 5: 0.98}
 
 
 def _filling(rows: int, held: float) -> float:
-    """Factor of the merit by rows that a multiprocessor holds: some load while others reduce or store."""
+    """Factor of the merit by rows that a multiprocessor holds."""
     return min(1.0, held / _ROWS_HELD) ** 0.45 * (1 - 0.2 / rows)
 
 

@@ -13,7 +13,7 @@ ANY_ROWS = "any"
 
 
 def shape_class(rows: int | None) -> str:
-    """Class of kernels by rows, up to a power of two, "any" where none matter; ValueError for a negative number."""
+    """Class of kernels by rows, up to a power of two; "any" where none matter."""
     if rows is None:
         return ANY_ROWS
     if rows < 0:
@@ -38,7 +38,7 @@ class TunedSchedules(EntryFile):
         return ()
 
     def put(self, key: str, schedules: Sequence[Schedule], rows: int | None = None, **measured: object) -> None:
-        """Keep the best schedules of a kernel, and what was measured of them; what others wrote meanwhile stays."""
+        """Keep a kernel's best schedules with their times, beside what others wrote meanwhile."""
         if not schedules:
             raise ValueError("there is no schedule to keep")
         found = {"schedules": [dataclasses.asdict(s) for s in schedules], **measured}

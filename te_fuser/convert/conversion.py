@@ -27,11 +27,18 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.plan import Plan
     from te_fuser.fuser.show.explain import Explanation
 
-_MODULES = {"qwen2": "qwen", "qwen3": "qwen", "gemma2": "gemma", "gemma3": "gemma"}  # of families that share one
+# Module of this package -> the families of transformers whose layers it has.
+_FAMILIES_OF = {
+    "gpt2": ("gpt2",),
+    "llama": ("llama", "mistral"),
+    "qwen": ("qwen2", "qwen3"),
+    "gemma": ("gemma", "gemma2", "gemma3"),
+}
 # Module of transformers with a family's layers -> the module of this package.
 _FAMILIES = {
-    f"transformers.models.{name}.modeling_{name}": f"te_fuser.convert.{_MODULES.get(name, name)}"
-    for name in ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3")
+    f"transformers.models.{name}.modeling_{name}": f"te_fuser.convert.{module}"
+    for module, names in _FAMILIES_OF.items()
+    for name in names
 }
 _OPTIONS = ("check", "memory", "kernels", "fallback", "verify")
 _ROWS = (2, 7)  # samples and positions of the check

@@ -1,4 +1,4 @@
-"""Llama's layers: RMSNorm, rotary positions, grouped queries, a gated MLP; and what other families share with them."""
+"""Layers of Llama and Mistral: RMSNorm, rotary positions, grouped queries, a gated MLP; a base of other families."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers.models.llama import modeling_llama as theirs
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.mistral import modeling_mistral as mistral
 
 from te_fuser import ops
 from te_fuser.convert.activations import gate_for
@@ -96,13 +97,29 @@ class LlamaLike(DecoderBlock):
         return attention.attention_dropout if attention.training else 0.0  # type: ignore[no-any-return]
 
 
-class LlamaDecoderLayer(LlamaLike, theirs.LlamaDecoderLayer):
+class LlamaDecoderLayer(LlamaLike, llama.LlamaDecoderLayer):
     """transformers' layer, run by lists of ops."""
 
-    was = theirs.LlamaDecoderLayer
-    attention_class = theirs.LlamaAttention
-    norm_class = theirs.LlamaRMSNorm
-    mlp_class = theirs.LlamaMLP
+    was = llama.LlamaDecoderLayer
+    attention_class = llama.LlamaAttention
+    norm_class = llama.LlamaRMSNorm
+    mlp_class = llama.LlamaMLP
 
 
-BLOCKS = (LlamaDecoderLayer,)
+class MistralDecoderLayer(LlamaLike, mistral.MistralDecoderLayer):
+    """transformers' layer, run by lists of ops."""
+
+    was = mistral.MistralDecoderLayer
+    attention_class = mistral.MistralAttention
+    norm_class = mistral.MistralRMSNorm
+    mlp_class = mistral.MistralMLP
+    of_config = (*LlamaLike.of_config, "sliding_window")
+
+    def function_options(self) -> dict[str, Any]:
+        return {
+            **super().function_options(),
+            "sliding_window": getattr(self._attention().config, "sliding_window", None),
+        }
+
+
+BLOCKS = (LlamaDecoderLayer, MistralDecoderLayer)

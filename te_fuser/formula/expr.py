@@ -256,7 +256,7 @@ def _join(args: tuple[Expr, ...]) -> tuple[Axes, int]:
 
 
 def pointwise(op: str, *args: Expr, attrs: tuple[Any, ...] = ()) -> Expr:
-    """A pointwise node; concatenated arguments are taken apart, so that concat floats up to the stores."""
+    """A pointwise node; concats among its arguments float up to the stores."""
     axes, width = _join(args)
     counts = [len(a.args) for a in args if a.op == "concat"]
     if counts and (pieces := math.lcm(*counts)) > 1:
@@ -377,7 +377,7 @@ def where(condition: Expr, a: Expr, b: Expr) -> Expr:
 
 
 def broadcast(e: Expr, axes: Axes, width: int = 1) -> Expr:
-    """`e` as it stands for every place along `axes` (`width` features); a kernel does not see this mark."""
+    """`e` for every place along `axes` (`width` features); kernels do not see it."""
     if e.axes & axes == axes:
         return e
     return make("broadcast", (e,), (), e.axes | axes, e.width if e.has_features else width)

@@ -95,7 +95,7 @@ class Quantized(torch.autograd.Function):
 
 
 class QuantizedGradient(torch.autograd.Function):
-    """x as it is; the gradient times scale, rounded to 8 bits, in its own dtype, and not differentiated again."""
+    """x as it is; the gradient times scale, rounded to 8 bits, in its own dtype."""
 
     generate_vmap_rule = True
 

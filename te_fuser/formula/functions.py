@@ -65,7 +65,7 @@ _HALF = const(Fraction(1, 2))
 
 
 def _tie(g: Expr, a: Expr, b: Expr, loses: str, wins: str) -> Contributions:
-    """Half to each of two that are equal, nothing to one that `loses`; a NaN is neither, and both get all."""
+    """Half to each of two that are equal, nothing to one that `loses`, all to both of a NaN."""
     shared = expr.where(pointwise("eq", a, b), mul(_HALF, g), g)
     return expr.where(pointwise(loses, a, b), ZERO, shared), expr.where(pointwise(wins, a, b), ZERO, shared)
 

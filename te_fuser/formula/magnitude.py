@@ -70,7 +70,7 @@ def _operands(n: Expr, of: Mapping[int, Known | None]) -> tuple[Known | None, Kn
 
 
 class _Sign(NamedTuple):
-    """Sign of all terms of a polynomial in one leaf: a number's, times the leaf's where they are of odd degree."""
+    """Sign of a polynomial's terms in one leaf: a number's, times the leaf's in odd degrees."""
 
     negative: bool
     odd: bool

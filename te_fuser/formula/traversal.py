@@ -68,7 +68,7 @@ def render(e: Expr) -> str:
 
 
 def render_together(roots: Iterable[Expr]) -> tuple[list[str], list[str]]:
-    """Each expression as text, over names t0, t1, ... for what long ones use or share: ("t0 = ...", ...), texts."""
+    """Expressions as texts, and lines "t0 = ..." for what long ones use or share."""
     roots = list(roots)
     order = topological(roots)
     sizes: dict[int, int] = {}

@@ -84,7 +84,7 @@ def _check_names(direction: str, fusion: str | None, declared: dict[str, Any]) -
 
 
 def _check_meant(entry: Fusion) -> None:
-    """Names without an op's number are words that mean something; numbers are of ops that the pattern has."""
+    """Refuse names that mean nothing, and numbers of ops that the pattern has not."""
     words = {"forward": ("input",), "backward": ("dy", *entry.reads), "joint": ("input",)}[entry.direction]
     made = ("input",) if entry.direction == "backward" else ("output", *entry.saves)
     named = [("emits", entry.emits, ()), ("reads", entry.reads, ("input", "output"))]

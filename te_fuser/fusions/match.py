@@ -257,7 +257,7 @@ class Match:
         return self.target
 
     def why_no_cuda(self) -> str | None:
-        """Reason for which no CUDA kernel compiled for the GPU at hand can run in this plan; None where one can."""
+        """Reason for which no CUDA kernel for the GPU at hand can run in this plan."""
         if self.device.type != "cuda":
             return f"it runs on cuda, the input is on {self.device.type}"
         if self.target != "cuda":

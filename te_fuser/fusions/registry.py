@@ -76,7 +76,7 @@ class Rule:
         return None if answer is None or answer else "its condition `when` said no"
 
     def stops(self, ops: Sequence[Any], start: int, places: Sequence[tuple[Place, ...]] = ()) -> Iterator[int]:
-        """Ends of the matches that begin at `start`; `places` says where each op stands in fused operations."""
+        """Ends of matches that begin at `start`; `places`: where ops stand in fused operations."""
         return matches(self.pattern, ops, start, places)
 
     def __repr__(self) -> str:

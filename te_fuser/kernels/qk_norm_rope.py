@@ -41,7 +41,7 @@ _ORDERS = {**LAYOUTS, "tokens": (0, 1)}  # which dimensions are positions and sa
 
 @dataclass(frozen=True)
 class Groups:
-    """Layout of heads in the features: groups one behind the other, in each its queries, keys and others."""
+    """Layout of heads in the features: groups, in each its queries, keys and others."""
 
     groups: int
     queries: int

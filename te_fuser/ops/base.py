@@ -273,7 +273,7 @@ class FusableOperation(TakesArguments, torch.nn.Module):
         return {}
 
     def named_outputs(self) -> tuple[str, ...]:
-        """Names of its output and of its `values`, for later ops, as by Fork, or for the caller, as by Output."""
+        """Names of its output and `values`, for later ops (Fork) or for the caller (Output)."""
         return self.values
 
     def infer(self, x: Spec) -> Spec | Mapping[str, Spec]:
@@ -340,7 +340,7 @@ def revise(op: FusableOperation) -> None:
 
 
 def output_specs(op: FusableOperation, x: Spec, inputs: Mapping[str, Spec] | None = None) -> dict[str, Spec]:
-    """Specs of all outputs, "output" and the named ones: as infer_from() says, else as named_output() does."""
+    """Specs of "output" and the named outputs, by infer_from() or named_output()."""
     said = op.infer_from(x, inputs or {})
     given = {**said} if isinstance(said, Mapping) else {"output": said}
     if "output" not in given:

@@ -62,7 +62,7 @@ _TENSOR_OF = {
 
 
 class TakesArguments:
-    """A module that says what its constructor takes, where it is given something else, and that no script reads it."""
+    """A module that says what its constructor takes, and that no script reads it."""
 
     def __new__(cls, *given: Any, **named: Any) -> Self:
         if (given or named) and not torch.compiler.is_compiling():

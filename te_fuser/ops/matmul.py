@@ -112,7 +112,7 @@ class MatMul(Cut, UnfusedOperation, HoldsScales):
         constructed(self)
 
     def reset_parameters(self) -> None:
-        """Fill the weight by `init_method`, or uniformly in +-1/sqrt(in_features); scales of FP8 begin anew."""
+        """Fill the weight by `init_method`, or uniformly in +-1/sqrt(in_features)."""
         self.reset_scales()
         filled(self, "weight", lambda weight: init_linear_weight(weight, self.init_method))
 

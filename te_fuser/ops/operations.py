@@ -64,11 +64,11 @@ class UnfusedOperation(FusableOperation):
         return 0
 
     def sent_bytes(self, x: Spec, back: bool) -> float:
-        """Bytes that a rank sends to those it runs with, of x or, on the way back, of the gradient of its output."""
+        """Bytes that a rank sends, of x or of its output's gradient."""
         return 0.0
 
     def exchange(self, back: bool) -> Exchange | None:
-        """Exchange of x or, on the way back, of the gradient of its output, where the op does no more; else None."""
+        """Exchange of x, or of its output's gradient, where the op does no more."""
         return None
 
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:

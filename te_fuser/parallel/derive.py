@@ -72,7 +72,7 @@ def _own(op: torch.nn.Module) -> torch.nn.Module:
 
 
 def _branches(module: torch.nn.Module, prefix: str) -> Iterator[list[Named]]:
-    """The ops that run one after the other, by their names; a branch of its own ends what is around it."""
+    """The ops that run one after the other, by name; a branch ends what is around it."""
     run: list[Named] = []
     for part in _parts_in_order(module, prefix):
         if isinstance(part, tuple):

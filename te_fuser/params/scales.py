@@ -296,7 +296,7 @@ class HoldsScales(torch.nn.Module):
         note_scaled(self)
 
     def reset_scales(self) -> None:
-        """Begin anew, with scales of 1 and no amaxes: in other tensors, as who has saved the old ones keeps them."""
+        """Begin anew, with scales of 1 and no amaxes, in other tensors: who saved the old ones keeps them."""
         if NARROW in self.__dict__:
             raise RuntimeError(
                 f"{type(self).__name__} has its weights in 8 bits alone, and cannot fill them anew: load a checkpoint, "

@@ -220,7 +220,7 @@ class Preset(Together, Variants):
         return with_sum(bias, self._group) if bias is not None and is_term else bias
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """Fill all parameters anew, weights in the tracker's random state; those of nested presets by their own."""
+        """Fill parameters anew, weights in the tracker's random state."""
         if defer_init:
             return
         self.reset_scales()
@@ -377,7 +377,7 @@ class Preset(Together, Variants):
         return made.shared_as(other)
 
     def bias_op(self, features: int, mode: str | None = None) -> ops.Bias:
-        """A bias to be bound, which the ranks of the group share as a product with that mode gives its rows."""
+        """A bias to be bound, shared by ranks as a product of that mode gives rows."""
         return self.shared(ops.Bias(features, device="meta"), mode)
 
     def shared(self, op: Shared, mode: str | None = None) -> Shared:
@@ -410,7 +410,7 @@ class Preset(Together, Variants):
         self.check_one_value(f"{path!r} of a list")
 
     def check_one_value(self, where: str) -> None:
-        """Refuse to stand where calls take and return one tensor; TypeError naming the arguments that change it."""
+        """Refuse to stand where calls take and return one tensor, naming what changes it."""
         if self.beside():
             raise TypeError(
                 f"{where}: {type(self).__name__} returns several values, by {' and '.join(self.beside())}, where one "

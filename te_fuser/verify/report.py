@@ -85,7 +85,7 @@ class VerifyReport:
     __repr__ = __str__
 
     def table(self) -> str:
-        """Every case with the tensor that came closest to its limit, and what was not run, with the reason."""
+        """Every case with the tensor closest to its limit, and reasons of those not run."""
         from rich.console import Console
         from rich.table import Table
 

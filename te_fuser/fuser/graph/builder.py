@@ -89,7 +89,7 @@ class Inferred(NamedTuple):
 
 
 def is_identity(op: RowOp, given: Spec) -> bool:
-    """True where the formula hands its input through (Identity, Dropout in eval, Cast to the same dtype)."""
+    """True where the formula hands its input through."""
     if op_table.hands_through.of(type(op)):
         return True
     if op.arguments():

@@ -139,7 +139,7 @@ class Graph:
 
     @functools.cached_property
     def related(self) -> list[tuple[int, int, int]]:
-        """Values by value: the one that it is, the first that is the same tensor, the first in the same memory."""
+        """Values by value: its own, the first of the same tensor, the first in the same memory."""
         return [
             (root, self._firsts[ref], self._storages[root] if ref.form == AS_MADE else root)
             for root, ref in zip(self.roots, self._refs, strict=True)

@@ -218,7 +218,7 @@ class _Walk:
             yield item
 
     def _check_gradients(self, item: ListedOp, x: Placement) -> None:
-        """Refuse what the call gives for all rows, or for all features, where each rank has a term of its gradient."""
+        """Refuse inputs for all rows or features where each rank has a term of their gradient."""
         for argument, name in item.names_in.items() if self._needing else ():
             axes = item.lowered.op.named_inputs()[argument].axes
             if name not in self._needing or axes is None:
@@ -233,7 +233,7 @@ class _Walk:
 
 
 def _share(x: Placement, group: Group, other: Share | None) -> Share:
-    """A rank's share of an op's input, for what the op draws; `other`: that by groups that cut sequences before."""
+    """A rank's share of what an op draws for; `other`: that of groups that cut sequences before."""
     known = other or Share()
     if not (isinstance(x, Shard) and x.by_rows):
         return replace(known, columns=(group, *known.columns))

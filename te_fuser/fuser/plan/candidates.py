@@ -160,7 +160,7 @@ class Placed(NamedTuple):
 def _moved_fusion(
     problem: Problem, whole: tuple[int, int], by: int, task: FusionTask, nodes: tuple[Node, ...]
 ) -> FusionTask:
-    """A fusion that matches the ops `whole`; what runs there is chosen anew if the choice may have seen a parameter."""
+    """A fusion of the ops `whole`, chosen anew if the choice may have seen a parameter."""
     if any(op.looked for op in problem.match(whole[0] - by, whole[1] - by).ops):
         return fusion_task(
             problem, task.fusion, task.direction, nodes, problem.match(*whole), task.needed, task.gradient

@@ -42,7 +42,7 @@ class _FunctionCall:
 
 
 def with_recorded(prices: Prices, plan: Plan, weight: float) -> Plan:
-    """The plan with each segment recorded that is cheaper so; a kept byte is worth `weight` passes over it."""
+    """The plan with segments recorded where cheaper; a kept byte is worth `weight` passes over it."""
     problem = prices.problem
 
     def price(p: Plan) -> float:
@@ -180,7 +180,7 @@ def _backward(prices: Prices, call: _FunctionCall) -> Step:
 
 
 def _backward_cost(prices: Prices, call: _FunctionCall, inputs: Named, outputs: Sequence[tuple[str, Ref]]) -> Cost:
-    """Cost of operations that give some gradients each, one after the other, and read what is kept for these."""
+    """Cost of operations that give some gradients each, and read what is kept for these."""
     if call.nodes[0].op.views:
         return _VIEW
     operations = [outputs] if call.function.at_once else [(o,) for o in outputs]

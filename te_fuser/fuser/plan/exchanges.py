@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class _Pair(NamedTuple):
-    """The step that starts an exchange and the one that waits for it, by their numbers, and what it does."""
+    """The numbers of the steps that start an exchange and wait for it, and what it does."""
 
     start: int
     wait: int

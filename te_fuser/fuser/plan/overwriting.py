@@ -26,7 +26,7 @@ LEAST_BYTES = 2**20
 
 
 def mark_overwrites(plan: Plan, prices: Prices) -> Plan:
-    """The plan with kernels that may overwrite what dies at their step; only generated CUDA kernels do."""
+    """The plan with generated CUDA kernels that may overwrite what dies at their step."""
     values = plan.graph.values
     if plan.target != "cuda" or all(max(bytes_of(v.spec), bytes_of(v.gradient_spec)) < LEAST_BYTES for v in values):
         return plan
@@ -96,7 +96,7 @@ class _Lives:
 
     @classmethod
     def of(cls, steps: Sequence[Step], held: Iterable[Ref], given: Iterable[Ref] = ()) -> _Lives:
-        """The lives in these steps, of which `held` outlive them; `given` is memory of our own from before."""
+        """The lives in these steps; `held` outlive them, `given` is our memory from before."""
         last: dict[Ref, int] = {}
         same: dict[Ref, frozenset[Ref]] = {}
         foreign: set[Ref] = set()

@@ -140,7 +140,7 @@ def zero_amaxes(plan: Plan, prices: Prices) -> Plan:
 
 
 def raise_amaxes(plan: Plan, prices: Prices) -> Plan:
-    """The plan whose kernels raise on their way what a pass of its own would look for in what they store."""
+    """The plan whose kernels raise amaxes that a pass of its own would look for."""
     if not _is_made_in_kernels(plan.target) or not any(b.made_in_call for b in plan.graph.parameters):
         return plan
     return plan.changed(lambda segment, direction: _raised_in(segment.steps(direction), prices))

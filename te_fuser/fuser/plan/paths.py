@@ -223,7 +223,7 @@ class Passing:
 
 
 def _distances(edges: Iterable[tuple[int, int, int]]) -> dict[int, int]:
-    """Place -> the length of the shortest way there from 0 over (from, to, length), all of which lead on."""
+    """Place -> the length of the shortest way there from 0 over (from, to, length)."""
     found = {0: 0}
     for start, stop, length in sorted(edges):
         if start in found:

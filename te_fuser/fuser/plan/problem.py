@@ -154,7 +154,7 @@ _reaches: weakref.WeakKeyDictionary[Fusion, tuple[Any, int | None]] = weakref.We
 def _fits(
     fusion: Fusion, ops: Sequence[FusableOperation], places: Sequence[tuple[Place, ...]], runs: _Runs
 ) -> list[tuple[int, int]]:
-    """Ranges in which a pattern fits; equal runs of as many kinds as it has at most are looked at once."""
+    """Ranges in which a pattern fits; equal runs of kinds are looked at once."""
     found: list[tuple[int, int, int]] = []
     if fusion not in _reaches:
         _reaches[fusion] = heads(fusion.pattern), most_ops(fusion.pattern)
@@ -441,7 +441,7 @@ class Problem:
         return why_not_transposed(spec.features)
 
     def emitted(self, fusion: Fusion, nodes: tuple[Node, ...]) -> dict[str, Ref]:
-        """Tensors that a fusion can give beside its output, as far as the ops that its forward covers have them."""
+        """Tensors that a fusion can give beside its output, of the ops that its forward covers."""
         there = (name for name in fusion.emits if int(name.partition(".")[0]) < len(nodes))
         return {name: self.in_match(fusion, nodes, name) for name in there}
 

@@ -55,7 +55,7 @@ class Range:
 
 
 class Gives:
-    """Outputs of a kernel, and the tensors for them; an output that is there already gets another name."""
+    """Outputs of a kernel and their tensors; one that is there already gets another name."""
 
     def __init__(self, cut: Range) -> None:
         self._cut = cut

@@ -212,7 +212,7 @@ def load(
 
 
 def _function_of(prepared: Executable) -> Callable[..., torch.Tensor] | None:
-    """The one function that a call comes to, recorded by autograd if anybody needs a gradient; else None."""
+    """The one function that a call comes to, if any, recorded by autograd where needed."""
     alone = prepared.alone
     does_more = prepared.before is not None or prepared.autocast or prepared.draws
     if does_more or alone is None or alone.aliased != (False,) or alone.unrecorded:

@@ -197,7 +197,7 @@ def groups_of(listed: Sequence[ListedOp]) -> tuple[Group, ...]:
 
 
 class RankAgreement:
-    """Calls that ranks were found to run alike, each with its seed; others are compared before they run."""
+    """Calls that ranks were found to run alike, each with its seed."""
 
     def __init__(self) -> None:
         self._seeds: LRU[int] = LRU(lambda: config.shapes_kept)

@@ -28,7 +28,7 @@ Wrapper = Callable[[Step, Runner, SlotMap], Runner]
 
 @dataclass(frozen=True)
 class WatchedStep:
-    """A step, with the ops that it covers, for who watches a program: what it makes, as (name, ref, slot)."""
+    """A step for who watches a program, with its ops and what it makes, as (name, ref, slot)."""
 
     name: str
     author: str  # of its code: an op or a fusion; empty for a generated kernel

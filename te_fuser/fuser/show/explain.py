@@ -82,7 +82,7 @@ class Explanation:
         self.details = details
 
     def __str__(self) -> str:
-        """Plain text, as wide as the terminal, else 110 columns (80 without details); wider where names are longer."""
+        """Plain text, as wide as the terminal, else 110 columns, 80 without details."""
         page = io.StringIO()
         width = shutil.get_terminal_size((_WIDTH if self.details else _SHORT_WIDTH, 0)).columns
         console = Console(file=page, width=_UNLIMITED, color_system=None, force_terminal=False, legacy_windows=False)

@@ -57,7 +57,7 @@ def page(explanation: Explanation) -> str:
 
 
 def fragment(explanation: Explanation, name: str = "step") -> str:
-    """Content of the page with its style, which touches nothing else in a notebook; `name` begins ids of elements."""
+    """Content of the page with its own style; `name` begins ids of elements."""
     e, parts = explanation, [f"<style>{_STYLE}</style>"]
     keys = "".join(f'<span class="key {kind}"></span>{words}' for kind, words in _KINDS.items())
     parts.append(f'<p class="soft">A bar is a step, as wide as its time.{keys}</p>')

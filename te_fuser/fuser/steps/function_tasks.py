@@ -157,7 +157,7 @@ def _zeros(count: int, in_kernels: bool, device: torch.device) -> torch.Tensor |
 
 @record()
 class MakeTask(Task):
-    """Makes parameters of others, for each op that something is made for, before the segments of a call."""
+    """Makes parameters of others, before the segments of a call."""
 
     what = "before"
     call = "product"

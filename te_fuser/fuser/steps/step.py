@@ -28,7 +28,7 @@ KernelFunction = Callable[[tuple["torch.Tensor", ...], int, int, int, tuple[int,
 
 @record(eq=False)
 class Price:
-    """Cost of a step as a question to cost models, each of its own sizes; steps that are alike share one."""
+    """Cost of a step as a question to cost models; steps that are alike share one."""
 
     method: str | Callable[..., Cost]  # of the model, or a function of it
     arguments: tuple[Any, ...]
@@ -168,7 +168,7 @@ class Step:
 
     @property
     def hangs(self) -> bool:
-        """True for a step of backward that no later one waits for: it reads values computed again, where some were."""
+        """True for a step of backward that no later one waits for."""
         return self.task.hangs and not self.chain
 
     def reads(self) -> list[Ref]:

@@ -228,7 +228,7 @@ class _Search:
             self.check = self._checked_by(candidate)
 
     def conclude(self) -> float:
-        """The time of the best plan over that of the first; nothing is taken where all together gains nothing."""
+        """The best plan's time over the first's; nothing is taken where all together gains nothing."""
         total = self._rounds.between(self.first, self.best) if self.choices else 1.0
         if total >= 1:
             self.trials = dropped(self.trials)

@@ -159,7 +159,7 @@ class AttentionMask:
         return self.sides != (None, None)
 
     def pairs(self, positions: int, causal_alone: bool = False) -> float:
-        """Number of pairs of so many queries and keys that the distance shows; `causal_alone`: without the window."""
+        """Number of pairs of queries and keys in sight; `causal_alone`: without the window."""
         sides = (None, 0 if self.causal else None) if causal_alone else self.sides
         last = positions - 1.0
         farthest = [last if side is None else min(side, last) for side in sides]
