@@ -192,9 +192,10 @@ def cuda_graph(model: torch.nn.Module, sample_inputs: Samples, *, warmup: int = 
 def _held_graphs_told() -> Iterator[None]:
     """In here CUDA's error for work on the default stream is put in words: mostly an autograd graph of before.
 
-    After a capture that failed PyTorch (2.11) takes the default generator for captured still, and refuses to draw from
-    it until a capture ends well: an empty one does.
+    After a capture that failed PyTorch (2.11) stays on its stream, and takes the default generator for captured: it
+    refuses to draw from it until a capture ends well. An empty one does.
     """
+    stream = torch.cuda.current_stream()
     try:
         yield
     except RuntimeError as error:
@@ -202,10 +203,12 @@ def _held_graphs_told() -> Iterator[None]:
             warnings.simplefilter("ignore")  # of an empty graph
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
                 pass
-        if "legacy stream" not in f"{error} {error.__context__}":
+        torch.cuda.set_stream(stream)
+        first = error.__context__ or error
+        if "legacy stream" not in str(first):
             raise
         # The frames hold a part of the capture with the same autograd nodes, as long as the error is kept.
-        for e in filter(None, (error, error.__context__)):
+        for e in (error, first):
             traceback.clear_frames(e.__traceback__)
         raise RuntimeError(
             "cuda_graph: the capture met work on the default stream. An output or a loss of an earlier call, held with "

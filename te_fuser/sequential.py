@@ -231,7 +231,7 @@ class Sequential(OpList):
         inputs: Mapping[str, torch.Tensor],
         passes: list[list[PassRecord]] | None = None,
     ) -> tuple[list[Plan], NotSeenError | None]:
-        """The plans, and why the first one that is missing is; what passes changed goes to `passes`."""
+        """The plans, why one is missing, and into `passes` the changes by passes."""
         from te_fuser.fuser.plan.device import Device, device_named
 
         roofline = device if device is None or isinstance(device, Device) else device_named(device)

@@ -97,7 +97,7 @@ def single_calls(rounds: int) -> Iterator[Line]:
         yield from native_call(d, direction, rounds)
     segment = prepared.segments[0]
     parameters = prepared.plan.graph.parameters
-    entering = (x.detach(), *(parameters[p].get().detach() for p in segment.parameters))
+    entering = (x.detach(), *(parameters[p].get().detach() for p in segment.plan.parameters))
     yield Line(
         "the same as a plan's step", host_us(lambda: segment.run_forward(entering), rounds), "us", "with its outputs"
     )

@@ -170,7 +170,7 @@ class EntryFile:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """A lock on a folder; where there can be none, entries may be lost."""
+    """Context in which a folder is locked; where it cannot be, entries may be lost."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY)
     try:

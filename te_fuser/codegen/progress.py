@@ -12,7 +12,7 @@ _PATIENCE = 1.0  # seconds without a word
 
 
 class Progress:
-    """Line on stderr of `what` takes longer than a second, its `state`, and how it ended."""
+    """Line on stderr that says, after a second, what is waited for, its `state`, and how it ended."""
 
     def __init__(self, what: str, state: Callable[[], str] = str) -> None:
         self._what, self._state = f"te_fuser: {what}", state

@@ -40,7 +40,7 @@ _KNOWN_BY = "_te_fuser_known_by"  # attribute of an error: names of the groups w
 
 
 class RankMismatchError(RuntimeError):
-    """Ranks of a group are about to run different things together."""
+    """Ranks of a group would run different things together, or one raised or did not come."""
 
 
 # By ProcessGroup: the numbers of comparisons, and a lock of the thread that runs what its ranks run together.

@@ -1,7 +1,7 @@
 """Operations: an op is a module that is one step of a model, owns its parameters, and says its meaning.
 
 Row operations give a formula (`row_op.RowOp`); opaque ones give a forward and gradients on tensors
-(`unfused_operation.UnfusedOperation`). Neither knows how it will be fused or on what it will run.
+(`operations.UnfusedOperation`). Neither knows how it will be fused or on what it will run.
 """
 
 from __future__ import annotations

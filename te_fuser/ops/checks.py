@@ -189,7 +189,7 @@ def check_floating(x: Spec, takes: str = "te_fuser ops take") -> None:
 
 
 def must_say(**choices: str) -> Callable[[Callable[Concatenate[Any, _P], None]], Callable[Concatenate[Any, _P], None]]:
-    """Decorator of a constructor with keywords that errors say the choices of."""
+    """Decorator of a constructor: the error for a missing keyword says its choices."""
 
     def around(init: Callable[Concatenate[Any, _P], None]) -> Callable[Concatenate[Any, _P], None]:
         @functools.wraps(init)
@@ -243,7 +243,7 @@ def real_number(op: str, name: str, value: Any) -> float:
 
 
 def finite_number(op: str, name: str, value: Any) -> float:
-    """A finite number, of an argument of an op."""
+    """Argument of an op, as a finite number."""
     found = real_number(op, name, value)
     if not math.isfinite(found):
         raise ValueError(f"{op} takes a finite number as {name}, got {value}")
@@ -273,7 +273,7 @@ def yes_or_no(op: str, name: str, value: bool) -> bool:
 
 
 def function_or_none(op: str, name: str, value: Any) -> Any:
-    """A function, or None, of an argument of an op."""
+    """Argument of an op that is a function or None."""
     if not (value is None or callable(value)):
         raise TypeError(f"{op} takes a function as {name}, or None, got {value!r}")
     return value

@@ -77,7 +77,7 @@ def put_gradient(
 
 
 def main_grad_to_write(weight: torch.Tensor, over: bool = False) -> tuple[torch.Tensor, bool]:
-    """Tensor for a weight's gradient now, and whether to write over it."""
+    """Tensor for a weight's gradient now, and whether to write over it; asking counts as written."""
     held = held_main_grad(weight)
     want = f"{list(weight.shape)} on {weight.device}"
     if held is None:

@@ -73,7 +73,7 @@ def narrow(owner: torch.nn.Module, names: tuple[str, ...], prefix: str) -> None:
 
 
 def note_scaled(module: torch.nn.Module, moved: bool = False) -> None:
-    """Note that weights of a module are what its scales are of; `moved`: or another's, as before."""
+    """Note that a module's weights have scales; `moved`: they had before, of whichever module."""
     there = module._parameters
     for name in [name for names in module.__dict__.get(NARROW, {}).values() for name in names]:
         p = there[name]

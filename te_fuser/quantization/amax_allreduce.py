@@ -228,7 +228,7 @@ def _is_agreed_on(state: State) -> bool:
 
 
 def note_alike(agreement: Agreement | None, left_out: set[State]) -> None:
-    """Note whose amaxes went into products' updates."""
+    """Note for each updated product which ranks' amaxes went into it."""
     alone, parted = frozenset([dist.get_rank()]), False
     ranks, reduced = (alone, {}) if agreement is None else (agreement.ranks, agreement.reduced())
     for state in [state for state in all_states() if state not in left_out]:

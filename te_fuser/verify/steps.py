@@ -302,7 +302,7 @@ class _CheckedRunner:
         found[name] = found[name] + t if name in found else t
 
     def _as_stored(self, ref: Ref, values: Mapping[int, torch.Tensor], exact: bool) -> torch.Tensor:
-        """A value that a step makes; what is stored in 8 bits is of wider numbers."""
+        """A value that a step makes, in its stored form: the reference gives 8 bits as wider numbers."""
         t, graph = values[self.watch.graph.value_of(ref)].detach(), self.watch.graph
         spec = None if exact else ref.spec(graph)
         return _laid_out(ref, t if spec is None or spec.dtype in FLOATING.values() else t.to(spec.dtype))

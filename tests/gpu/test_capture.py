@@ -52,6 +52,7 @@ def test_an_output_that_holds_its_graph_is_told() -> None:
     y = model(x)
     with pytest.raises(RuntimeError, match=r"held with its autograd graph, .* delete it \(del y\)"):
         te_fuser.cuda_graph(model, sample())
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
     wanted = y.detach()
     del y
     torch.testing.assert_close(te_fuser.cuda_graph(model, sample())(x), wanted, rtol=0, atol=0)

@@ -1,6 +1,6 @@
 """Steps of covers made whole: in running order, with casts and sums of gradients, without stores that nobody reads.
 
-Candidates for row ops price what ops behind them would read; which of that they do is known with the cover.
+Candidates of row ops price every possible read; unread stores go once the cover is known.
 """
 
 from __future__ import annotations

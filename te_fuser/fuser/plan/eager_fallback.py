@@ -103,7 +103,7 @@ def is_recordable(problem: Problem, start: int, stop: int) -> bool:
 
 
 def _needs_own_node(problem: Problem, node: Node) -> bool:
-    """True for an op with a main_grad, values in several forms, or a DTensor."""
+    """True for an op with a main_grad, a delayed gradient, values in several forms, or a DTensor."""
     graph = problem.graph
     if [p for p in node.parameters.values() if graph.lies[p] is not None]:
         return True

@@ -1,6 +1,6 @@
 """A pass: what ranks exchange moves by copy engines where the GPUs of a group can write to one another.
 
-A product next to an exchange becomes one step with it: own rows are multiplied first, or sent last.
+A product next to an exchange becomes one step with it: own rows are multiplied first, or last.
 """
 
 from __future__ import annotations

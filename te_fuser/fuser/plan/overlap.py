@@ -90,7 +90,7 @@ def said_of(plan: Plan, step: Step) -> str:
 
 
 def way_of(step: Step, device: Device) -> float:
-    """The seconds that a step's start is under way alone."""
+    """Seconds for which what a step starts is under way alone."""
     return device.seconds(replace(step.cost, hidden=0.0), "float32")
 
 
@@ -288,7 +288,7 @@ def free_steps(steps: Sequence[Step]) -> Steps:
 
 
 def _before(steps: Sequence[Step], free: Steps, chain: Steps) -> list[int]:
-    """Place, for each free step, of the last chain step before it that sends nothing."""
+    """Place, for each free step, of the last chain step before it that neither starts nor waits."""
     places, freed = {id(s): k for k, s in enumerate(chain)}, {id(s) for s in free}
     found, last = [], -1
     for step in steps:

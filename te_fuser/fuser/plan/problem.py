@@ -306,7 +306,7 @@ class Problem:
         return found
 
     def _gathered_again(self) -> frozenset[Ref]:
-        """Gathered values that only hanging nodes read; the gathers' inputs then count as such."""
+        """Gathered values that only hanging nodes read; the gathers' inputs then count as read by these."""
         found: set[Ref] = set()
         for node in reversed(self.nodes):
             ref, taken = self.graph.ref(node.output), self.graph.first(node.input)

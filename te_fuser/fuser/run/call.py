@@ -260,7 +260,7 @@ def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _remedy(t: torch.Tensor) -> str | None:
-    """Method that makes a dense tensor of one whose memory has other numbers, if so."""
+    """Method that makes a dense tensor of one stored conjugated or negated; else None."""
     if t.is_nested:
         return ".to_padded_tensor()"
     if t.layout != torch.strided:

@@ -53,7 +53,7 @@ class Check:
     def reason(self, other: Executable, within: AbstractContextManager[None] = _AS_IT_IS) -> str:
         """Reason, of any rank, for which another plan of the call or other kernels cannot be taken; empty if they can.
 
-        `within`, as with other algorithms in force, the other one alone runs.
+        `within` is a context for the other one alone, as of other algorithms.
         """
         reason, found = "", Results()
         try:
@@ -107,7 +107,7 @@ class Check:
         parameters: Sequence[torch.Tensor],
         moved: int | None = None,
     ) -> Results:
-        """Outputs and gradients; `moved`: of arriving gradients that are this neighbour's."""
+        """Outputs and gradients; `moved`: the neighbour of arriving gradients."""
         torch.default_generator.manual_seed(0)  # torch.manual_seed is for all devices
         if x.device.type == "cuda":
             torch.cuda.default_generators[x.device.index or 0].manual_seed(0)

@@ -3,8 +3,7 @@
     y = dropout(softmax(q k^T * scale, masked)) v        for each head
 
 Grouped-query attention (Ainslie et al., "GQA", 2023) is the same with fewer key and value heads than query heads. Where
-heads lie is in `attention_heads.py`, what is hidden in `attention_mask.py`, what else is done to scores in
-`attention_scores.py`, and the math in `attention_math.py`.
+heads lie is in `heads.py`, what is hidden in `mask.py`, and what is done to scores in `math.py`.
 """
 
 from __future__ import annotations

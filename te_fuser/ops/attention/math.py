@@ -108,7 +108,7 @@ def _indices(bias: torch.Tensor, places: Places) -> tuple[torch.Tensor, torch.Te
 
 
 def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
-    """The paper's slopes [heads]: 2^(-8 i / n) for the last power of two n, then those of 2 n at odd i."""
+    """The paper's slopes [heads]: 2^(-8 i / n), n the largest power of two up to heads, then 2 n's at odd i."""
     power = 1 << (heads.bit_length() - 1)
     whole = torch.arange(1, power + 1, dtype=torch.float64, device=device) * (-8.0 / power)
     between = (torch.arange(heads - power, dtype=torch.float64, device=device) * 2 + 1) * (-4.0 / power)
