@@ -138,7 +138,8 @@ def test_eager_attention_and_masks_of_the_caller() -> None:
     assert_alike(results(model, IDS), results(original, IDS))
 
 
-def test_attention_by_another_function() -> None:
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_attention_by_another_function(family: str) -> None:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
@@ -150,7 +151,7 @@ def test_attention_by_another_function() -> None:
 
     transformers.AttentionInterface.register("another", another)
     ALL_MASK_ATTENTION_FUNCTIONS.register("another", sdpa_mask)
-    original = model_of("qwen3")
+    original = model_of(family, **({"attn_logit_softcapping": None} if family == "gemma2" else {}))
     model = copy.deepcopy(original)
     model.set_attn_implementation("another")
     made = te_fuser.convert(model)

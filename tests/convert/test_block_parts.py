@@ -74,13 +74,13 @@ HOOKED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("path", HOOKED)
-def test_hooks_run(path: str) -> None:
-    model, original = both("qwen3")
+@pytest.mark.parametrize(("family", "path"), [*(("qwen3", path) for path in HOOKED), ("gpt2", "mlp.act")])
+def test_hooks_run(family: str, path: str) -> None:
+    model, original = both(family)
     model(IDS)
     seen = []
     for each in (model, original):
-        hooked = each.model.layers[1].get_submodule(path)
+        hooked = layer_of(each, 1).get_submodule(path)
         hooked.register_forward_hook(lambda m, args, y: seen.append(type(m).__name__))
     assert_alike(results(model, IDS), results(original, IDS))
     assert len(seen) == 2 and seen[0] == seen[1]
@@ -90,7 +90,8 @@ def test_hooks_run(path: str) -> None:
     handle = nn.modules.module.register_module_forward_hook(lambda m, args, y: seen.append(m))
     model(IDS)
     handle.remove()
-    assert sum(m is model.model.layers[0].mlp.down_proj for m in seen) == 1
+    last = layer_of(model).get_submodule("mlp.c_proj" if family == "gpt2" else "mlp.down_proj")
+    assert sum(m is last for m in seen) == 1
 
 
 def test_recorded_attention_and_hidden_states() -> None:

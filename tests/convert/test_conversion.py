@@ -302,6 +302,7 @@ def test_what_it_takes_and_leaves() -> None:
     assert "on h200" in str(conversion.explain(tokens(), device="h200"))
     text = str(conversion.explain(input_ids=tokens(), attention_mask=torch.ones(2, 9), details=True))
     assert "Considered and not taken" in text and "In model.layers.0 and 1 other like it:" in text
+    assert "Considered and not taken" not in str(conversion.explain(tokens()))
     with torch.no_grad():
         assert "No backward" in str(conversion.explain(tokens()))
         cache = transformers.DynamicCache(config=model.config)

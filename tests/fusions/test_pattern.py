@@ -225,5 +225,6 @@ def test_row_ops_run_by_something_that_there_is() -> None:
     x = Spec((5, 8), torch.float32, torch.device("cpu"))
     match = Match((), x, x)
     assert match.target == "torch"
-    with pytest.warns(DeprecationWarning, match="is called Match.target now"):
+    with pytest.warns(DeprecationWarning, match="is called Match.target now") as heard:
         assert match.kernels == "torch"
+    assert heard[0].filename == __file__
