@@ -32,6 +32,16 @@ _SYMBOL = re.compile(r'extern "C" __global__ void __launch_bounds__\([^)]*\)\s*(
 CXX = shutil.which("g++") or shutil.which("clang++")
 
 
+def capture_by(patch: pytest.MonkeyPatch, graphed: Callable[..., Any]) -> list[str]:
+    """Models are captured by a function in place of PyTorch's; the streams that are set."""
+    streams: list[str] = []
+    patch.setattr("te_fuser.capture._check_devices", lambda model, samples: None)
+    patch.setattr(torch.cuda, "make_graphed_callables", graphed)
+    patch.setattr(torch.cuda, "current_stream", lambda: "the caller's")
+    patch.setattr(torch.cuda, "set_stream", streams.append)
+    return streams
+
+
 class FakeDriver(ctypes.Structure):
     """Counters and settings of the driver; the fields are those of `fake_state`."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,6 +14,7 @@ import te_fuser
 from te_fuser import Sequential, ops
 from te_fuser.capture import GraphedModel
 from te_fuser.quantization.rerun import GraphedRegion
+from tests.fake_cuda import capture_by
 
 
 def graphed(model: torch.nn.Module, **samples: torch.Tensor) -> GraphedModel:
@@ -154,7 +154,7 @@ def test_the_warm_up_leaves_main_grad_alone(monkeypatch: pytest.MonkeyPatch) -> 
             torch.autograd.grad(y.sum(), list(module.parameters()), allow_unused=True)
         return module
 
-    _in_place_of_cuda(monkeypatch, capture)
+    capture_by(monkeypatch, capture)
     model = te_fuser.Sequential(ops.Linear(4, 3, accumulate_into_main_grad=True))
     weight = model[0].weight
     weight.main_grad, weight.grad_added_to_main_grad = torch.ones(3, 4), False
@@ -172,16 +172,6 @@ def test_the_warm_up_leaves_main_grad_alone(monkeypatch: pytest.MonkeyPatch) -> 
         replayed(x)
 
 
-def _in_place_of_cuda(monkeypatch: pytest.MonkeyPatch, capture: Callable[..., Any]) -> list[str]:
-    """PyTorch's capture by a function, as on a machine with a GPU; the streams that are set."""
-    streams: list[str] = []
-    monkeypatch.setattr(te_fuser.capture, "_check_devices", lambda model, samples: None)
-    monkeypatch.setattr(torch.cuda, "make_graphed_callables", capture)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the caller's")
-    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
-    return streams
-
-
 def _fails(*errors: str) -> None:
     try:
         raise RuntimeError(errors[0])
@@ -197,7 +187,7 @@ def _fails(*errors: str) -> None:
     ],
 )
 def test_a_graph_that_is_held_is_told(errors: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    streams = _in_place_of_cuda(monkeypatch, lambda *given, **how: _fails(*errors))
+    streams = capture_by(monkeypatch, lambda *given, **how: _fails(*errors))
     with pytest.raises(RuntimeError, match=words):
         te_fuser.cuda_graph(te_fuser.Sequential(ops.Linear(3, 5)), torch.randn(2, 3))
     assert streams == ["the caller's"]

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 import te_fuser as te
-from te_fuser import capture, ops
+from te_fuser import ops
 from te_fuser.capture import GraphedModel
 from te_fuser.quantization import microbatch, states
 from te_fuser.quantization.products import products_of
 from te_fuser.quantization.state import SCALED, blocks, ensure, state_of
 from te_fuser.recipe import DelayedScaling
+from tests.fake_cuda import capture_by
 from tests.quantization.regions import FFN, F, data, on
 from tests.refused import raises
 
@@ -39,8 +40,7 @@ class Stream:
         self.runs = 0
         patch.setattr(torch.cuda, "is_initialized", lambda: self.captures)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.captures)
-        patch.setattr(torch.cuda, "make_graphed_callables", self.graphed)
-        patch.setattr(capture, "_check_devices", lambda model, samples: None)
+        capture_by(patch, self.graphed)
 
     def captured(self, module: Any, *tensors: torch.Tensor) -> Any:
         self.captures = True

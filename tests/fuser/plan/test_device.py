@@ -14,6 +14,7 @@ from te_fuser.fuser import pipeline
 from te_fuser.fuser.plan.device import DEVICES, Device, _estimated, capturing, cpu_device, device_named, device_of
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fusions import Cost, Details
+from tests.fake_cuda import capture_by
 from tests.plans.passes import at_hand
 from tests.settings import CPUS
 
@@ -175,7 +176,7 @@ def test_fusions_and_providers_state_calls_beyond_the_usual() -> None:
     assert (one + two).calls == 3.0 and (two + two).calls is None and (one + one).calls == 6.0
 
 
-def test_plans_made_for_a_capture_are_for_a_free_host() -> None:
+def test_plans_made_for_a_capture_are_for_a_free_host(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Sequential(ops.GELU()), torch.randn(2, 4)
     seen: list[bool] = []
 
@@ -187,11 +188,8 @@ def test_plans_made_for_a_capture_are_for_a_free_host() -> None:
         return called
 
     model(x)
-    with (
-        mock.patch("torch.cuda.make_graphed_callables", capture),
-        mock.patch("te_fuser.capture._check_devices", lambda *_: None),
-    ):
-        te_fuser.cuda_graph(model, x)
+    capture_by(monkeypatch, capture)
+    te_fuser.cuda_graph(model, x)
     assert seen == [True, True] and not capturing.get()
     (group,) = model._prepared()
     assert len(group.fuser._cache._forms.items()) == 2  # type: ignore[union-attr]
