@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 import re
 from collections.abc import Iterator
@@ -39,6 +40,8 @@ def _lines_of(module: Any) -> Iterator[str]:
 def _arguments(thing: Any) -> str:
     if inspect.isclass(thing) and issubclass(thing, Exception):
         return "(...)"
+    if isinstance(thing, enum.EnumMeta):
+        return f": {', '.join(thing.__members__)}"  # its signature is another in other versions of Python
     signature = inspect.signature(thing)
     plain = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
     shown = signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)

@@ -8,7 +8,7 @@ CEILINGS = {
     "lines of te_fuser and csrc": 65_974,
     "files in te_fuser": 261,
     "files flat in te_fuser/ops": 30,
-    "lines of tests": 67_043,
+    "lines of tests": 67_046,
     "lines of docs/design.md": 449,
     "mean length of a line of code": 54.0,
     "helpers of at most 8 lines that are used once": 68,
