@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.weight import figures
 
 CEILINGS = {
-    "lines of te_fuser and csrc": 65_974,
+    "lines of te_fuser and csrc": 65_976,
     "files in te_fuser": 261,
     "files flat in te_fuser/ops": 30,
     "lines of tests": 67_046,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from te_fuser import ops
 from te_fuser.ops.attention.head_norm import NORMS
 from te_fuser.ops.sharing import Context
 from te_fuser.presets.attention_call import Asking, AttentionCall
-from te_fuser.presets.base import Preset
+from te_fuser.presets.base import Preset, TorchOp
 from te_fuser.presets.keyword_arguments import check_choice, check_epsilon, check_size, checked, stacklevel_of_user
 from te_fuser.presets.norm import Normed
 from te_fuser.sequential import Residual
@@ -77,10 +77,6 @@ class ContextParallel(Preset):
     """A preset with an attention in it, or one itself, which alone sees whole sequences."""
 
     _context: Context = Context()
-
-    def variant_ops(self, **how: Any) -> Iterator[torch.nn.Module]:
-        """The ops of a call, by what `named_ops` yields."""
-        return (op for _, op in self.named_ops(**how))
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: Any = "p2p"
@@ -183,18 +179,6 @@ def _unmasking(call: AttentionCall, positions: int, samples: int, device: torch.
     arbitrary = call.mask_type == "arbitrary"
     mask = torch.zeros(samples, 1, positions if arbitrary else 1, positions, dtype=torch.bool, device=device)
     return {call.mask: (mask, mask) if cross and not arbitrary else mask}
-
-
-class TorchOp(torch.nn.Module):
-    """An op in torch's functions; `as_ops` gives the op back."""
-
-    def __init__(self, op: ops.FusableOperation) -> None:
-        super().__init__()
-        self._op = (op,)  # no child: it has no state
-
-    def as_ops(self, convert: Callable[[str, torch.nn.Module], torch.nn.Module]) -> ops.FusableOperation:
-        """The op."""
-        return self._op[0]
 
 
 class TorchAttention(TorchOp):

@@ -468,3 +468,15 @@ _last_load: list[Any] = [None]
 def cut(dim: int, is_cut: bool = True) -> dict[str, Any]:
     """Marks of a parameter that ranks cut along a dimension, for Megatron."""
     return {"tensor_model_parallel": is_cut, "partition_dim": dim if is_cut else -1, "partition_stride": 1}
+
+
+class TorchOp(torch.nn.Module):
+    """An op in torch's functions; `as_ops` gives the op back."""
+
+    def __init__(self, op: ops.FusableOperation) -> None:
+        super().__init__()
+        self._op = (op,)  # no child: it has no state
+
+    def as_ops(self, convert: Callable[[str, torch.nn.Module], torch.nn.Module]) -> ops.FusableOperation:
+        """The op."""
+        return self._op[0]

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from te_fuser import ops
-from te_fuser.presets.attention_base import TorchOp, own_rows, plans_ahead
-from te_fuser.presets.base import Asked, Preset, cut, understands
+from te_fuser.presets.attention_base import own_rows, plans_ahead
+from te_fuser.presets.base import Asked, Preset, TorchOp, cut, understands
 from te_fuser.presets.keyword_arguments import check_call, check_choice, check_flag, check_size, checked
 from te_fuser.presets.keyword_types import LayerNormMLPKeys, Unpack
 from te_fuser.presets.linear import linear_to_torch

@@ -240,6 +240,9 @@ class MultiheadAttention(ContextParallel):
 
     # --------------------------------------------------------------------------------------- lists
 
+    def variant_ops(self, **how: Any) -> Iterator[torch.nn.Module]:
+        return (op for _, op in self.named_ops(**how))
+
     def named_ops(  # type: ignore[override]
         self, call: AttentionCall | None = None, rotary: str = "one", over: bool = False, caches: bool = False
     ) -> Iterator[tuple[str, torch.nn.Module]]:

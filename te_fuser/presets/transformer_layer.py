@@ -217,6 +217,9 @@ class TransformerLayer(ContextParallel):
 
     # --------------------------------------------------------------------------------------- lists
 
+    def variant_ops(self, **how: Any) -> Iterator[torch.nn.Module]:
+        return (op for _, op in self.named_ops(**how))
+
     def named_ops(  # type: ignore[override]
         self,
         self_attention: tuple[tuple[str, Hashable], ...] = (),

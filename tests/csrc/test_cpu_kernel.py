@@ -238,7 +238,7 @@ def test_functorch_wrappers_are_refused(cpu_library: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and -m gpu")
 def test_other_devices_are_refused(cpu_library: str) -> None:
     with pytest.raises(ValueError, match="kernel 'touch': tensor 0 must be on the CPU"):
         touch_kernel(cpu_library, "float32")((torch.zeros(1, device="cuda"),), 1, 1, 1, ())

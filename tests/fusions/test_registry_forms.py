@@ -311,9 +311,9 @@ def test_what_runs_may_be_chosen_for_each_match_and_direction():
 def test_the_name_is_the_functions_unless_given_and_unknown_ones_are_refused():
     @te_fuser.fusion(forward=[ops.MatMul, Optional(ops.Bias), Repeat(ops.GELU)], details=Details(registered=False))
     def my_fusion(m, x):
-        """What it does."""
+        """Does it."""
 
-    assert my_fusion.name == "my_fusion" and my_fusion.doc == "What it does."
+    assert my_fusion.name == "my_fusion" and my_fusion.doc == "Does it."
     assert repr(my_fusion) == "<fusion 'my_fusion' forward: MatMul, [Bias], GELU x 1+>"
     assert "my_fusion" not in fusions.names()
     with pytest.raises(TypeError, match="register takes a fusion, got the class Fusion"):

@@ -17,12 +17,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if HERE in item.path.parents:
             item.add_marker("gpu")
             if not torch.cuda.is_available():
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and -m gpu"))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where kernels that are compiled are kept for the tests of a file."""
+    """Cache of compiled kernels, one for the tests of a file."""
     return tmp_path_factory.mktemp("cubins")
 
 

@@ -87,7 +87,7 @@ def test_tests_see_no_gpu_and_plan_for_the_cpu_that_the_command_names(request: p
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and -m gpu")
 def test_what_pytorch_knows_of_a_gpu_fits_the_table() -> None:
     properties, found = torch.cuda.get_device_properties(GPU), device_of(GPU)
     assert found.capability == torch.cuda.get_device_capability(GPU)

@@ -220,7 +220,7 @@ def test_the_model_itself_runs_without_clocks() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and -m gpu")
 def test_on_a_gpu() -> None:
     model = te_fuser.Sequential(ops.Linear(64, 64), ops.GELU(), ops.Linear(64, 64)).cuda()
     explanation = model.explain(torch.randn(128, 64, device="cuda"), measure=True, details=True)

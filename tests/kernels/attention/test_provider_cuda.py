@@ -15,7 +15,7 @@ from te_fuser.ops.base import Spec
 from tests.kernels.attention import cases
 from tests.kernels.played import Played
 
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and -m gpu")
 
 
 @pytest.mark.parametrize("name", ["cuda_cudnn", "cuda_flash", "cuda_efficient"])
